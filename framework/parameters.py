@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+PRIVATE_TORCH = {
+    "torch._C._will_engine_execute_node": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,

@@ -22,6 +22,11 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.kernels import dropout
 
+PRIVATE_TORCH = {
+    "torch._C._current_graph_task_id": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 # splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -244,7 +249,7 @@ class SeededDropout(nn.Module):
                 f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
             )
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _add_keys(self) -> None:
         """Double the number of calls that keys are prepared for."""
         have = self.keys.shape[0]

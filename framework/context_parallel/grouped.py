@@ -29,6 +29,11 @@ from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.exchange import KeyGathering, KeyScattering
 from meshwright.errors import ModelError
 
+PRIVATE_TORCH = {
+    "torch.overrides._get_current_function_mode_stack": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 PLACES = "places"
 """Keyword of an attention core: positions of its queries among the keys."""
 BLOCKS = "query_blocks"

@@ -19,6 +19,11 @@ from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.kernels import device_kind
 from meshwright.parameters import GradientSum, WeightProduct
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
     """Return whether this device's GEMM adds products of the parameter's 16-bit dtype to a sum in ``dtype``."""

@@ -12,6 +12,12 @@ from torch import Tensor
 
 from meshwright.fp8.quantise import Float8Tensor, dequantise, power_of_two
 
+PRIVATE_TORCH = {
+    "torch._C._len_torch_function_stack": "2.11-2.15",
+    "torch._scaled_mm": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 MULTIPLE = 16
 """Both dims of a weight must be a multiple of it on CUDA (cuBLAS and CUTLASS float8 kernels)."""
 

@@ -19,6 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.system.host import missing_tools
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 DEVICES = {"cuda"}
 """Device types that the kernels run on."""
 _of_cpu = "cpu"

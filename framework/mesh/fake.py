@@ -34,6 +34,14 @@ from meshwright.mesh.handles import CollectiveHandle
 from meshwright.mesh.mesh import Mesh
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": "2.11-2.15",
+    "torch.distributed.distributed_c10d._resolve_process_group": "2.11-2.15",
+    "torch.testing._internal.distributed.fake_pg.FakeStore": "2.11-2.15",
+    "torch.ScriptObject._type": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 class FakeGroup(Group):
     """Group over torch's fake backend. Only this rank exists; values of other ranks are assumed equal to its own."""

@@ -28,6 +28,12 @@ from meshwright.mesh.traffic import Traffic
 from meshwright.system.host import node_name
 from meshwright.system.numbers import MAX_RANKS, environment_number
 
+PRIVATE_TORCH = {
+    "torch.distributed.distributed_c10d._get_default_store": "2.11-2.15",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -17,6 +17,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from meshwright.errors import ModelError
 from meshwright.model.cut_recipe import cut_at_lists
 
+PRIVATE_TORCH = {
+    "torch.Tensor._backward_hooks": "2.11-2.15",
+    "torch.Tensor._post_accumulate_grad_hooks": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 LOSS_OPTIONS = ("label_smoothing", "z_loss")
 """Attributes of a model that are options of the default loss."""
 

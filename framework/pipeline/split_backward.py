@@ -26,6 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.parameters import WeightProduct, add_gradient, autocast_dtype, sum_for
 
+PRIVATE_TORCH = {
+    "torch._C._are_functorch_transforms_active": "2.11-2.15",
+    "torch._dynamo.eval_frame.skip_code": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 class DeferredGradient(NamedTuple):
     """Weight gradient that is not computed yet: the parameter and a function that computes it."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+PRIVATE_TORCH = {
+    "torch._assert_async": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 def check_range(ids: Tensor, stop: int, ignored: int = 0) -> None:
     """Raise RuntimeError unless ids (...) are from 0 to ``stop`` - 1 or ``ignored``; on CUDA asynchronously.

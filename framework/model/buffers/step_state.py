@@ -25,6 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+PRIVATE_TORCH = {
+    "torch.nn.modules.batchnorm._BatchNorm": "2.11-2.15",
+    "torch.nn.modules.batchnorm._NormBase": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 BatchNorm, BatchStatistics = nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._NormBase
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -39,6 +39,11 @@ from meshwright.tools.dryrun.kernels import kernels_of
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import StepRecorder
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.FakeTensorMode": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 @dataclass
 class FakeSource:

@@ -29,6 +29,11 @@ from meshwright.tools.dryrun.rank_profile import RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import ALIVE, ActivityStart, RecordedCommunication, StepRecorder, StorageLife
 from meshwright.tools.dryrun.templates import ReplayError, Template, Templates, key_of, roles_of
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.FakeTensorMode": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 class TemplatePlayer:
     """Player of one rank's templates; it writes lifetimes and collectives into a recorder."""

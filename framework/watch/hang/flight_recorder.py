@@ -12,6 +12,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+PRIVATE_TORCH = {
+    "torch._C._distributed_c10d._dump_nccl_trace_json": "2.11-2.15",
+    "torch._C._distributed_c10d._dump_fr_trace_json": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Functions of ``torch._C._distributed_c10d``: the recorder of NCCL, in CUDA builds, and that of other backends."""
 

@@ -28,6 +28,11 @@ from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Kind
 from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken
 
+PRIVATE_TORCH = {
+    "torch.nn.Module._compiled_call_impl": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 def positions_of(stage: Stage) -> dict[int, int]:
     """Return the position of each parameter in the stage, by ``id``; roughly the order of forward."""

@@ -28,6 +28,12 @@ from meshwright.mesh.fake import InterceptedOperation
 from meshwright.model.meter import Operation
 from meshwright.tools.dryrun.cuda.call_site import call_site
 
+PRIVATE_TORCH = {
+    "torch._C._distributed_c10d.FakeWork": "2.11-2.15",
+    "torch.cuda._sanitizer.StreamSynchronizations": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 DEFAULT, HOST = 0, 1
 FACTORIES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "record_stream")
 POSTING = (

@@ -18,6 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.tools.dryrun.cuda.call_site import call_site
 from meshwright.tools.dryrun.cuda.streams import DEFAULT, Streams
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 class HostWaits:
     """Synchronisations of the host with the device, each with its place in the code."""

@@ -32,6 +32,11 @@ from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import mask_function_of, register_attention
 
+PRIVATE_TORCH = {
+    "torch.overrides._get_current_function_mode_stack": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 NAME = "meshwright"
 """Name of both functions in transformers' registries."""
 CORE = "attention_core"

@@ -14,6 +14,11 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
 
+PRIVATE_TORCH = {
+    "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 class _SkipMeta(TorchFunctionMode):
     """Function mode in which in-place methods of meta tensors, which have no values to change, return at once."""

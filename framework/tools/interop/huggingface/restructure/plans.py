@@ -31,6 +31,11 @@ from meshwright.tools.interop.huggingface.restructure.derived import DerivedLaye
 from meshwright.tools.interop.huggingface.restructure.experts import STYLES, around_experts
 from meshwright.tools.interop.huggingface.restructure.probe import ProbeResult
 
+PRIVATE_TORCH = {
+    "torch.nn.modules.conv._ConvNd": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 KINDS = {
     "colwise": "column",
     "rowwise": "row",
