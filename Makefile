@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench long torture verify-all slurm-test path clean
+.PHONY: demo test lint check bench long torture verify-all slurm-test versions path clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,10 @@ SEED ?= 0
 torture: $(VENV)/installed
 	$(BIN)/python -m pytest -m "torture or fault" --seed $(SEED)
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile random --hypothesis-seed $(SEED)
+
+# core tests on the oldest and the newest torch, megatron-core and others that pyproject.toml admits: GB of CUDA, once each
+versions:
+	$(PYTHON) tests/support/versions.py
 
 # a real Slurm on emulated hosts: wants root and Debian's slurmctld slurmd slurm-client munge iproute2
 slurm-test: $(VENV)/installed
