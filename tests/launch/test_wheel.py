@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -27,18 +28,25 @@ def run(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProces
     return done
 
 
+MAX_BYTES = 2_500_000
+"""Of the wheel; half of it are pages and configurations."""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: the build leaves nothing in this checkout."""
+    """The wheel, built as ``python -m build`` does from the sdist of a copy: nothing is left in this checkout."""
     place = tmp_path_factory.mktemp("source")
     for name in FILES:
         shutil.copy(ROOT / name, place)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    out = tmp_path_factory.mktemp("wheel")
+    out, unpacked = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("sdist")
+    make = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+    run(sys.executable, "-c", make, unpacked, cwd=place)
+    (sdist,) = unpacked.glob("*.tar.gz")
     run(
         *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
-        *("--wheel-dir", out, place),
+        *("--wheel-dir", out, sdist),
         cwd=out,
     )
     (built,) = out.glob("*.whl")
@@ -60,11 +68,14 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "bin"
 
 
-def test_init_and_train_in_an_empty_directory(environment: Path, tmp_path: Path) -> None:
+def test_init_train_and_verify_in_an_empty_directory(environment: Path, tmp_path: Path) -> None:
     run(environment / "meshwright", "init", cwd=tmp_path)
     short = ("--train.steps=2", "--batch.global_batch=4", "--train.device=cpu", "--optimizer.warmup_steps=1")
     told = run(environment / "meshwright", "train", "first.toml", *short, cwd=tmp_path, OMP_NUM_THREADS="1").stdout
     assert "saved runs/first/checkpoints/step-00000002" in told
+    layouts = ("--layouts=pp2", "--layouts=dp2,zero3", "--steps=2")
+    told = run(environment / "meshwright", "verify", "first.toml", *layouts, cwd=tmp_path, OMP_NUM_THREADS="1").stdout
+    assert "all 2 layouts agree" in told
     where = run(environment / "python", "-c", "import meshwright; print(meshwright.__file__)", cwd=tmp_path).stdout
     assert Path(where.strip()).is_relative_to(environment.parent), "the wheel, not this checkout"
 
@@ -86,6 +97,19 @@ def test_files_that_are_no_code_are_in_it(wheel: Path) -> None:
     )
     wanted |= of(ROOT / "framework", "**/tables/*", "meshwright") | of(ROOT / "docs", "**/*.md", "meshwright/docs")
     assert wanted and wanted <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_it_has_the_packages_and_nothing_else(wheel: Path) -> None:
+    """No tests, no caches, one package; every module of the checkout; the version of pyproject.toml."""
+    names = zipfile.ZipFile(wheel).namelist()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert wheel.name == f"meshwright-{version}-py3-none-any.whl" and wheel.stat().st_size < MAX_BYTES
+    assert {name.split("/")[0] for name in names} == {"meshwright", f"meshwright-{version}.dist-info"}
+    assert not [name for name in names if name.endswith(".pyc") or "/tests/" in name or "/runs/" in name]
+    folders = {"framework": "meshwright", "models": "meshwright/models", "launch": "meshwright/launch"}
+    for folder, package in folders.items():
+        modules = {f"{package}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
+        assert modules <= set(names), sorted(modules - set(names))
 
 
 TYPED = """\
