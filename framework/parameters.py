@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 PRIVATE_TORCH = {
     "torch._C._will_engine_execute_node": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 DTYPES = {
     "float64": torch.float64,

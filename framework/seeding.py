@@ -25,7 +25,7 @@ from meshwright.kernels import dropout
 PRIVATE_TORCH = {
     "torch._C._current_graph_task_id": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 # splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -32,7 +32,7 @@ from meshwright.errors import ModelError
 PRIVATE_TORCH = {
     "torch.overrides._get_current_function_mode_stack": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 PLACES = "places"
 """Keyword of an attention core: positions of its queries among the keys."""

@@ -23,11 +23,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.data_parallel.fsdp_parameter import FsdpParameter
+from meshwright.data_parallel.fsdp_parameter import FSDP, FsdpParameter
 from meshwright.data_parallel.sharding import accumulation_dtype
 from meshwright.mesh.comm import Group
 
-FSDP = "torch.distributed.fsdp._fully_shard"
 PRIVATE_TORCH = {
     f"{FSDP}._fully_shard.FSDPModule._get_fsdp_state": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._lazy_init": "2.11-2.15",
@@ -35,7 +34,7 @@ PRIVATE_TORCH = {
     f"{FSDP}._fsdp_state.FSDPState._state_ctx": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._modules": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._fsdp_param_group": "2.11-2.15",
-    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups": "2.12-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups": "2.13-2.15",
     f"{FSDP}._fsdp_state.FSDPStateContext.all_states": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPStateContext.manual_backward_finalization_active": "2.15",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params": "2.11-2.15",
@@ -47,7 +46,7 @@ PRIVATE_TORCH = {
     f"{FSDP}._fsdp_param_group.FSDPParamGroup._to_sharded": "2.11-2.15",
     f"{FSDP}._fsdp_param_group.FSDPCommContext.reduce_scatter_stream": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # _clone_views clones such outputs
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 FSDP = "torch.distributed.fsdp._fully_shard"
+"""Package of FSDP2, whose objects :mod:`.fsdp` uses too."""
 PRIVATE_TORCH = {
     f"{FSDP}._fsdp_param.FSDPParam.sharded_param": "2.11-2.15",
     f"{FSDP}._fsdp_param.FSDPParam.unsharded_param": "2.11-2.15",
@@ -22,7 +23,7 @@ PRIVATE_TORCH = {
     f"{FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": "2.11-2.14",
     f"{FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed": "2.11-2.14",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 class FsdpParameter:

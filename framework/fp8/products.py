@@ -16,7 +16,7 @@ PRIVATE_TORCH = {
     "torch._C._len_torch_function_stack": "2.11-2.15",
     "torch._scaled_mm": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 MULTIPLE = 16
 """Both dims of a weight must be a multiple of it on CUDA (cuBLAS and CUTLASS float8 kernels)."""

@@ -22,7 +22,7 @@ from meshwright.system.host import missing_tools
 PRIVATE_TORCH = {
     "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 DEVICES = {"cuda"}
 """Device types that the kernels run on."""

@@ -40,7 +40,7 @@ PRIVATE_TORCH = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": "2.11-2.15",
     "torch.ScriptObject._type": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 class FakeGroup(Group):

@@ -32,7 +32,7 @@ PRIVATE_TORCH = {
     "torch.distributed.distributed_c10d._get_default_store": "2.11-2.15",
     "torch.distributed.distributed_c10d._set_pg_timeout": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 @dataclass(frozen=True)

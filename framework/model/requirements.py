@@ -21,7 +21,7 @@ PRIVATE_TORCH = {
     "torch.Tensor._backward_hooks": "2.11-2.15",
     "torch.Tensor._post_accumulate_grad_hooks": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss")
 """Attributes of a model that are options of the default loss."""

@@ -30,7 +30,7 @@ PRIVATE_TORCH = {
     "torch._C._are_functorch_transforms_active": "2.11-2.15",
     "torch._dynamo.eval_frame.skip_code": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 class DeferredGradient(NamedTuple):

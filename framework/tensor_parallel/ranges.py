@@ -8,7 +8,7 @@ from torch import Tensor
 PRIVATE_TORCH = {
     "torch._assert_async": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 def check_range(ids: Tensor, stop: int, ignored: int = 0) -> None:

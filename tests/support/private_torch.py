@@ -1,4 +1,4 @@
-"""Private names of torch that the packages use, with the versions whose source was read.
+"""Private names of torch that the packages use, with the versions in which they were found.
 
 python -m tests.support.private_torch          writes the table of docs/install.md
 """

@@ -29,7 +29,7 @@ PRIVATE_TORCH = {
     "torch.nn.modules.batchnorm._BatchNorm": "2.11-2.15",
     "torch.nn.modules.batchnorm._NormBase": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 BatchNorm, BatchStatistics = nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._NormBase
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -42,7 +42,7 @@ from meshwright.tools.dryrun.recorder import StepRecorder
 PRIVATE_TORCH = {
     "torch._subclasses.fake_tensor.FakeTensorMode": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 @dataclass

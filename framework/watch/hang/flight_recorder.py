@@ -16,7 +16,7 @@ PRIVATE_TORCH = {
     "torch._C._distributed_c10d._dump_nccl_trace_json": "2.11-2.15",
     "torch._C._distributed_c10d._dump_fr_trace_json": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Functions of ``torch._C._distributed_c10d``: the recorder of NCCL, in CUDA builds, and that of other backends."""

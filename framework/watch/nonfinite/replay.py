@@ -31,7 +31,7 @@ from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, Evidence
 PRIVATE_TORCH = {
     "torch.nn.Module._compiled_call_impl": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 def positions_of(stage: Stage) -> dict[int, int]:

@@ -32,7 +32,7 @@ PRIVATE_TORCH = {
     "torch._C._distributed_c10d.FakeWork": "2.11-2.15",
     "torch.cuda._sanitizer.StreamSynchronizations": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 DEFAULT, HOST = 0, 1
 FACTORIES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "record_stream")

@@ -21,7 +21,7 @@ from meshwright.tools.dryrun.cuda.streams import DEFAULT, Streams
 PRIVATE_TORCH = {
     "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 class HostWaits:

@@ -35,7 +35,7 @@ from meshwright.tools.interop.huggingface.restructure.library import mask_functi
 PRIVATE_TORCH = {
     "torch.overrides._get_current_function_mode_stack": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 NAME = "meshwright"
 """Name of both functions in transformers' registries."""

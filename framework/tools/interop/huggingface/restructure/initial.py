@@ -17,7 +17,7 @@ from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
 PRIVATE_TORCH = {
     "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 
 class _SkipMeta(TorchFunctionMode):

@@ -34,7 +34,7 @@ from meshwright.tools.interop.huggingface.restructure.probe import ProbeResult
 PRIVATE_TORCH = {
     "torch.nn.modules.conv._ConvNd": "2.11-2.15",
 }
-"""Private names of torch, and the versions whose source was read."""
+"""Private names of torch, and the oldest and the newest version in which they were found."""
 
 KINDS = {
     "colwise": "column",
