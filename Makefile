@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench long torture verify-all slurm-test versions path clean
+.PHONY: demo test lint check bench long torture verify-all slurm-test versions sizes clean
 
-$(VENV)/installed: pyproject.toml setup.py constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
@@ -33,7 +33,6 @@ long: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
-	rm -rf .mypy && mkdir -p .mypy/meshwright && ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch .mypy/meshwright/
 	$(BIN)/mypy
 
 # before every commit
@@ -62,15 +61,10 @@ versions:
 slurm-test: $(VENV)/installed
 	$(BIN)/python -m pytest -m slurm -rs
 
-# for a machine where nothing can be installed: PYTHONPATH=build/path imports this checkout as meshwright
-path:
-	rm -rf build/path && mkdir -p build/path/meshwright
-	ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch $(CURDIR)/configs $(CURDIR)/examples build/path/meshwright/
-
 # every combination of layouts, models, schedules: three to four hours on 2 cores; `PART=3/20`: a twentieth
 PART ?= 1/1
 verify-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m all_layouts --part $(PART)
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ import time
 import torch
 from torch import Tensor
 
-from meshwright.models import attention
+from meshwright_models import attention
 
 
 def main(block: int, length: int, window: int, document: int) -> None:

@@ -6,7 +6,7 @@ Each layer runs forward and backward as a stage of its own does, first to last a
 gradients accumulate over micro-batches. Time is this process's CPU time, median over the repeats, so that other work on
 the machine does not count. Then the layers are cut into stages by each balance, and the slowest stage is compared with
 the mean, by the measured times. Last come the rates that one thread reaches here: the figures behind
-framework/pipeline/costs.py.
+framework/meshwright/pipeline/costs.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.model.build import build_model
 from meshwright.model.meter import reference
 from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, partition
 from meshwright.pipeline.values import cross_entropy
-from meshwright.tools.planner.balance import BALANCES, imbalance
+from meshwright_plan.planner.balance import BALANCES, imbalance
 from tests.support.plain import plain_layers
 
 REPEATS = 60
@@ -89,7 +89,7 @@ def show(costs: Sequence[LayerCost], measured: Sequence[tuple[float, float]]) ->
 
 
 def reached(repeats: int = 15) -> None:
-    """Print the rates of one thread, in far and near memory: the figures behind the CPU of framework/model/meter."""
+    """Print the rates of one thread, in far and near memory: the figures behind the CPU of meshwright/model/meter."""
 
     def median_s(run: Callable[[], Any]) -> float:
         run()

@@ -34,7 +34,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor
@@ -45,6 +44,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
+from meshwright_launch.pool import RankPool
 
 INTERLEAVES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2}
 MOST_POINTS = 3.0

@@ -64,7 +64,7 @@ def train(every: int, blocks: int, steps: int) -> Pauses:
     with tempfile.TemporaryDirectory() as directory:
         config = meshwright.make_config(
             run={"name": "own", "directory": directory},
-            model={"builder": "meshwright.models.gpt2:build", "options": sizes},
+            model={"builder": "meshwright_models.gpt2:build", "options": sizes},
             data={"train": "", "builder": "collector:tokens"},
             batch={"micro_batch_size": 1, "chunks": 8},
             train={"steps": steps + 2, "device": "cpu", "gc_every": every},

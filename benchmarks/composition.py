@@ -1,9 +1,9 @@
 """Layout dp x pp x tp wired by hand from torch's own parts: DTensor tensor parallelism, torch.distributed.pipelining's
 1F1B, and FSDP2 over dp. It is the code that a user without a framework would write for 2x2x2.
 
-The model is models/gpt2.py's with separate linears for q, k and v. ColwiseParallel cannot split a fused linear unless
-its rows go head by head, as they do in this framework. Sizes, weights and FLOPs are the same. The head is not tied to
-the embedding: torch's pipelining has no tied weights across stages.
+The model is that of meshwright_models/gpt2.py with separate linears for q, k and v. ColwiseParallel cannot split a
+fused linear unless its rows go head by head, as they do in this framework. Sizes, weights and FLOPs are the same. The
+head is not tied to the embedding: torch's pipelining has no tied weights across stages.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.models.blocks import Block
+from meshwright_models.blocks import Block
 
 
 class SplitAttention(nn.Module):
-    """Attention of models/attention.py with separate q, k and v; tensor shapes give the number of local heads."""
+    """Attention of meshwright_models with separate q, k and v; tensor shapes give the number of local heads."""
 
     def __init__(self) -> None:
         super().__init__()

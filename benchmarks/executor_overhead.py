@@ -52,7 +52,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor
@@ -60,6 +59,7 @@ from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import Microbatch, describe_value
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
+from meshwright_launch.pool import RankPool
 
 TIMEOUT_S = 600.0
 """Timeout of all turns of a schedule, on a machine with other users."""

@@ -34,13 +34,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from meshwright.expert_parallel.plan import apply
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.models.experts import Experts, MoE
-from meshwright.models.router import Router, Routing
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.megatron import load_mappings
+from meshwright_launch.pool import RankPool
+from meshwright_models.experts import Experts, MoE
+from meshwright_models.router import Router, Routing
 
 BAR = 1.0
 """Largest median ratio of CPU seconds, ours / megatron-core's, that passes."""

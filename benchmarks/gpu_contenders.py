@@ -71,7 +71,7 @@ def parse(description: str | None, jobs: Iterable[str], argv: Sequence[str]) -> 
 def job_of(name: str, chunks: int, tiny: bool) -> Job:
     """Return a model with one sequence per micro-batch."""
     options = {**TINY, "max_sequence_length": 32} if tiny else {**LLAMA, **SHAPES[name]}
-    return Job("meshwright.models.llama:build", options, options["max_sequence_length"], 1, chunks)
+    return Job("meshwright_models.llama:build", options, options["max_sequence_length"], 1, chunks)
 
 
 def draw(name: str, weight: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def predict(options: argparse.Namespace) -> Rows:
     from gpu_contenders import SHAPES
     from gpu_predict import hardware_of, rows
 
-    from meshwright.tools.planner.calibrate import to_toml
+    from meshwright_plan.planner.calibrate import to_toml
 
     found = hardware_of(options.device, options.tiny)
     (options.out / "hardware.toml").write_text(to_toml(found))

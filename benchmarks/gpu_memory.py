@@ -19,7 +19,7 @@ import torch
 from gpu_contenders import SHAPES, Ours, config_of, job_of, parse
 from memory_accuracy import measure as measure_on_cpu
 
-from meshwright.tools.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.fake_step import profile_rank
 
 
 def predicted_bytes(name: str, device: str, tiny: bool) -> int:

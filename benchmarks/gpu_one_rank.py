@@ -29,7 +29,7 @@ from meshwright.mesh.fake import fake_mesh
 from meshwright.parts import Parts, StepFeed
 from meshwright.pipeline.executor import RowResult
 from meshwright.step import all_reduce_sums
-from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
+from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
 
 MODEL = "llama-8b-8-blocks"
 

@@ -11,12 +11,12 @@ import torch
 from gpu_contenders import CHUNKS, config_of, job_of
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.launch.plans import execution_options
-from meshwright.tools.planner.calibrate_device import Sizes, measure_hardware
-from meshwright.tools.planner.choice import choice_of
-from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.plan import evaluate
+from meshwright_plan.commands.plans import execution_options
+from meshwright_plan.planner.calibrate_device import Sizes, measure_hardware
+from meshwright_plan.planner.choice import choice_of
+from meshwright_plan.planner.hardware import Hardware
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.plan import evaluate
 
 TINY = Sizes(side=64, heads=4, tokens=32, elements=2**12, aim_s=0.01)
 

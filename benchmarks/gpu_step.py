@@ -78,15 +78,15 @@ LLAMA_1B = {
     "max_sequence_length": 4096,
 }
 JOBS = {
-    "gpt2-124m": Job("meshwright.models.gpt2:build", {**GPT2, "dropout": 0.0}, 1024, 16, 2),
-    "gpt2-124m-dropout": Job("meshwright.models.gpt2:build", {**GPT2, "dropout": 0.1}, 1024, 8, 2),
-    "llama-1b": Job("meshwright.models.llama:build", LLAMA_1B, 4096, 2, 2),
+    "gpt2-124m": Job("meshwright_models.gpt2:build", {**GPT2, "dropout": 0.0}, 1024, 16, 2),
+    "gpt2-124m-dropout": Job("meshwright_models.gpt2:build", {**GPT2, "dropout": 0.1}, 1024, 8, 2),
+    "llama-1b": Job("meshwright_models.llama:build", LLAMA_1B, 4096, 2, 2),
 }
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
 TINY_JOBS = {
-    "gpt2-124m": Job("meshwright.models.gpt2:build", {**TINY, "dropout": 0.0}, 16, 2, 2),
-    "gpt2-124m-dropout": Job("meshwright.models.gpt2:build", {**TINY, "dropout": 0.1}, 16, 2, 2),
-    "llama-1b": Job("meshwright.models.llama:build", {**TINY, "num_kv_heads": 2, "ffn_size": 48}, 16, 2, 2),
+    "gpt2-124m": Job("meshwright_models.gpt2:build", {**TINY, "dropout": 0.0}, 16, 2, 2),
+    "gpt2-124m-dropout": Job("meshwright_models.gpt2:build", {**TINY, "dropout": 0.1}, 16, 2, 2),
+    "llama-1b": Job("meshwright_models.llama:build", {**TINY, "num_kv_heads": 2, "ffn_size": 48}, 16, 2, 2),
 }
 
 

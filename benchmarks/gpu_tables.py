@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import load, resolve
-from meshwright.launch.plans import execution_options
 from meshwright.mesh import Grid
-from meshwright.tools.dryrun.cuda.library import compile_library
-from meshwright.tools.dryrun.cuda.process import run_process
-from meshwright.tools.planner.cost import step_time
-from meshwright.tools.planner.hardware import Link, read_hardware
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright_plan.commands.plans import execution_options
+from meshwright_plan.dryrun.cuda.library import compile_library
+from meshwright_plan.dryrun.cuda.process import run_process
+from meshwright_plan.planner.cost import step_time
+from meshwright_plan.planner.hardware import Link, read_hardware
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.rates import PerformanceModel
 
 ROOT = Path(__file__).parents[1]
 WAITS = [
@@ -102,14 +102,14 @@ def exposed() -> Table:
 
 
 def memory(tree: Path) -> Table:
-    """Run the dry run of ``tree``, which has a ``build/path`` (``make path``) or is older than that."""
+    """Run the dry run of the checkout ``tree``."""
     table = Table("job, S 8,192", "peak of the fullest rank")
+    roots = os.pathsep.join(str(tree / root) for root in ("framework", "models", "launch", "tools"))
     for name, (config, *overrides) in MEMORY.items():
-        module = "meshwright.launch" if (tree / "build/path").exists() else "launch"
-        command = [sys.executable, "-m", module, "dryrun", str(tree / f"configs/{config}.toml")]
+        command = [sys.executable, "-m", "meshwright_launch", "dryrun", str(tree / f"configs/{config}.toml")]
         done = subprocess.run(
             [*command, "--devices-per-node=8", *overrides],
-            env=os.environ | {"PYTHONPATH": str(tree / "build/path"), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"},
             cwd=tree,
             capture_output=True,
             text=True,

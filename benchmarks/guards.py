@@ -46,7 +46,6 @@ from rich.table import Table
 from task import Samples, run_config
 
 from meshwright.build import build
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.mesh import open_mesh
@@ -57,6 +56,7 @@ from meshwright.system.atomic import write_atomic
 from meshwright.system.process import end_process
 from meshwright.watch.drift import check_drift
 from meshwright.watch.hang.watchdog import Watchdog
+from meshwright_launch.pool import RankPool
 
 BAR, SAVE_BAR = 1.02, 0.10
 ALONE_S = 20.0

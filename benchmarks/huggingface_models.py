@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.errors import UserError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.verify import Verification, parse_layout
+from meshwright.verify import Verification, parse_layout
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 

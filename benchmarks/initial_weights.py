@@ -14,11 +14,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model.build import build_model, copy_module, materialise
 from meshwright.parameters import ParameterInfo
+from meshwright_launch.pool import RankPool
 
 OPTIONS = {"vocab_size": 64, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336}
 
@@ -27,7 +27,7 @@ def draw(rank: int, world_size: int, blocks: int, together: bool) -> tuple[int, 
     """Return (elements, seconds, CPU seconds) of one rank."""
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")
     options = {**OPTIONS, "num_layers": blocks, "max_sequence_length": 64}
-    model = build_model("meshwright.models.llama:build", options, 0)
+    model = build_model("meshwright_models.llama:build", options, 0)
     infos = {name: ParameterInfo(name, tuple(each.shape)) for name, each in model.layers.named_parameters()}
     layers = copy_module(model.layers, {})
     dist.barrier()

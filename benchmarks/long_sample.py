@@ -34,10 +34,10 @@ import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.context_parallel.grouped import num_groups
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.dryrun.fake_step import grid_of
+from meshwright_launch.pool import RankPool
+from meshwright_plan.dryrun.fake_step import grid_of
 
 BAR = 1.15
 LAYERS, HEADS, HEAD_DIM, VOCAB, BYTES = 2, 8, 4, 64, 4
@@ -68,7 +68,7 @@ def config_of(length: int, cp: int, exchange: str, order: str, kv_heads: int) ->
     options |= {"num_kv_heads": kv_heads, "ffn_size": 2 * size, "max_sequence_length": length}
     parallel = {"dp": 1, "cp": cp} | ({"cp_exchange": exchange, "cp_order": order} if cp > 1 else {})
     sections = {
-        "model": {"builder": "meshwright.models.llama:build", "options": options},
+        "model": {"builder": "meshwright_models.llama:build", "options": options},
         "data": {"train": "random", "sequence_length": length, "document_boundaries": True},
         "batch": {"micro_batch_size": 1, "global_batch": 1},
         "parallel": parallel,

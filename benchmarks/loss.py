@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.pipeline.values import cross_entropy
-from meshwright.tools.planner.operations import WorkRecorder
-from meshwright.tools.planner.profile import counting_group
+from meshwright_plan.planner.operations import WorkRecorder
+from meshwright_plan.planner.profile import counting_group
 
 
 def plain(logits: Tensor, labels: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.data.sources import example
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.reduction_buffers import GLOO
+from meshwright_launch.pool import RankPool
+from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.reduction_buffers import GLOO
 
 MOST_MEAN, MOST_WORST = 0.03, 0.08
 TIMEOUT_S = 600.0
@@ -100,7 +100,7 @@ class Case(NamedTuple):
         config = RunConfig.model_validate(
             {
                 "model": {
-                    "builder": f"meshwright.models.{self.model}:build",
+                    "builder": f"meshwright_models.{self.model}:build",
                     "options": {**MODELS[self.model], "dropout": self.dropout},
                 },
                 "data": {

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import decoder, gpt2, llama
+from meshwright_models import decoder, gpt2, llama
 
 VOCABULARY, LENGTH, SAMPLES, LAYERS, HEAD_DIM, BASE = 64, 16, 8, 2, 16, 64
 WIDTHS, SEEDS, STEPS, EPS = (64, 128, 256, 512), 2, 3, 1e-8

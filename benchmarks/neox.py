@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.blocks import assemble, initialise
+from meshwright_models.blocks import assemble, initialise
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",

@@ -21,8 +21,8 @@ from math import prod
 from meshwright.config import RunConfig, resolve
 from meshwright.model.build import configured_model
 from meshwright.optimizer import factor_elements
-from meshwright.tools.dryrun.fake_step import profile_rank
-from meshwright.tools.dryrun.rank_profile import Category
+from meshwright_plan.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.rank_profile import Category
 
 DP, STEP_NUMBERS = 4, 8
 OPTIONS = {"vocab_size": 512, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "ffn_size": 256}
@@ -32,7 +32,7 @@ OPTIMIZERS = ("adamw", "schedule_free_adamw", "lion", "muon", "adafactor")
 def config_of(name: str) -> RunConfig:
     """Return the job with this optimizer."""
     tree = {
-        "model": {"builder": "meshwright.models.llama:build", "options": OPTIONS | {"max_sequence_length": 64}},
+        "model": {"builder": "meshwright_models.llama:build", "options": OPTIONS | {"max_sequence_length": 64}},
         "data": {"train": "in memory", "sequence_length": 64},
         "batch": {"micro_batch_size": 1, "chunks": 1},
         "parallel": {"dp": DP, "pp": 1, "tp": 1, "zero": 1},

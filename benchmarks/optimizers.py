@@ -59,7 +59,7 @@ def trained(name: str, rate: float, seed: int, data: Path, steps: int) -> Outcom
     with tempfile.TemporaryDirectory() as directory:
         config = meshwright.make_config(
             run={"name": "run", "directory": directory, "seed": seed},
-            model={"builder": "meshwright.models.llama:build", "options": MODEL},
+            model={"builder": "meshwright_models.llama:build", "options": MODEL},
             data={"train": str(data / "train"), "validation": str(data / "validation"), "sequence_length": LENGTH},
             batch={"micro_batch_size": BATCH, "global_batch": BATCH},
             optimizer=optimizer | OWN.get(name, {}),

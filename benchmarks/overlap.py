@@ -14,17 +14,17 @@ import argparse
 from pathlib import Path
 
 from meshwright.config import load, resolve
-from meshwright.launch.plans import execution_options
 from meshwright.schedule.analysis import Costs, name_of, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.tools.picture.figure import figure, save
-from meshwright.tools.picture.panel import Panel
-from meshwright.tools.planner.choice import choice_of
-from meshwright.tools.planner.explanation import parts
-from meshwright.tools.planner.hardware import read_hardware
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.plan import evaluate
+from meshwright_plan.commands.plans import execution_options
+from meshwright_plan.picture.figure import figure, save
+from meshwright_plan.picture.panel import Panel
+from meshwright_plan.planner.choice import choice_of
+from meshwright_plan.planner.explanation import parts
+from meshwright_plan.planner.hardware import read_hardware
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.plan import evaluate
 
 CONFIG = Path(__file__).parents[1] / "configs" / "deepseek-v3.toml"
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v")

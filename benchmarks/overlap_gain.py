@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import load
-from meshwright.launch.plans import FREE_BATCH, execution_options, remove_layout
-from meshwright.tools.planner.cost import step_time
-from meshwright.tools.planner.explanation import parts
-from meshwright.tools.planner.hardware import read_hardware
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.nearest import search_with_offload
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright_plan.commands.plans import FREE_BATCH, execution_options, remove_layout
+from meshwright_plan.planner.cost import step_time
+from meshwright_plan.planner.explanation import parts
+from meshwright_plan.planner.hardware import read_hardware
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.nearest import search_with_offload
+from meshwright_plan.planner.rates import PerformanceModel
 
 
 class Case(NamedTuple):

@@ -6,7 +6,7 @@
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
     python benchmarks/planner_accuracy.py --never-fitted        the sources that are in no fit
 
-The constants (:class:`meshwright.tools.planner.rates.RateFractions`) are one set for all devices, models and
+The constants (:class:`meshwright_plan.planner.rates.RateFractions`) are one set for all devices, models and
 frameworks. Each source is predicted with the constants that fit all *other* sources best: no row influences its own
 prediction. Sources that leave out what matters (micro-batch, device, recompute) are listed apart and excluded from
 every fit. The sources of ``NEVER_FITTED`` are in no fit, and are shown on request alone: at the end of a change.
@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import UserError
-from meshwright.tools.planner.hardware import Hardware, read_hardware
-from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.rates import RateFractions
+from meshwright_plan.planner.hardware import Hardware, read_hardware
+from meshwright_plan.planner.layout_model import LayoutModel
+from meshwright_plan.planner.rates import RateFractions
 
 CONSTANTS = Path(__file__).parent / "published_constants.json"
 FITTED = {

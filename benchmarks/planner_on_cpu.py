@@ -32,21 +32,21 @@ from rich.console import Console
 from rich.table import Table
 from task import Samples, run_config
 
-import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
+import meshwright_models.gpt2
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.launch.calibration import measure_all_links, measure_block_share, measure_core
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.planner.calibrate import build_hardware, cores
-from meshwright.tools.planner.choice import choice_of
-from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.plan import evaluate
+from meshwright_launch.pool import RankPool
+from meshwright_plan.commands.calibration import measure_all_links, measure_block_share, measure_core
+from meshwright_plan.planner.calibrate import build_hardware, cores
+from meshwright_plan.planner.choice import choice_of
+from meshwright_plan.planner.hardware import Hardware
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.plan import evaluate
 
 TIMEOUT_S = 1200.0
 LEAST_CORRELATION = 0.9
@@ -129,7 +129,7 @@ def main() -> int:
     meshwright.tensor_parallel.megatron.load_mappings(
         torch.device("cpu")
     )  # its import takes seconds: once, before the fork
-    assert meshwright.models.gpt2
+    assert meshwright_models.gpt2
     console = Console(width=150)
     configs = {", ".join(f"{k}={v}" for k, v in layout.items()): config_of(layout) for layout in LAYOUTS}
     measured: dict[str, list[float]] = {name: [] for name in configs}

@@ -19,15 +19,15 @@ from meshwright.config import Batch, Data, Model, Parallel, Pipeline, RunConfig,
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
-from meshwright.tools.planner.cost import StepTime, seconds_per_micro_batch, steady_s, step_time
-from meshwright.tools.planner.hardware import Hardware, known
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
-from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
-from meshwright.tools.planner.reduction_buffers import NCCL
+from meshwright_plan.planner.cost import StepTime, seconds_per_micro_batch, steady_s, step_time
+from meshwright_plan.planner.hardware import Hardware, known
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright_plan.planner.layout_model import LayoutModel
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.operations import Work, WorkKind
+from meshwright_plan.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
+from meshwright_plan.planner.reduction_buffers import NCCL
 
 DATA = Path(__file__).parent / "published_runs.csv"
 
@@ -365,7 +365,7 @@ def case(row: Row) -> Case:
     }
     if "squared-ReLU" in row.notes:  # not gated: two matrices of the size of three smaller ones
         options["ffn_size"] = row.ffn * 2 // 3
-    builder = f"meshwright.models.{'llama' if grouped or row.options else 'gpt2'}:build"
+    builder = f"meshwright_models.{'llama' if grouped or row.options else 'gpt2'}:build"
     if head == "pythia":
         builder = "neox:build"
         options = {name: value for name, value in options.items() if name != "max_sequence_length"}

@@ -47,7 +47,7 @@ def block(model: str, dtype: torch.dtype, kind: str) -> Callable[[Any], Any]:
     if model == "llama":
         options |= {"num_kv_heads": KV_HEADS, "ffn_size": 7 * HIDDEN // 2}
     torch.manual_seed(0)
-    layers = import_module(f"meshwright.models.{model}").build(**options, max_sequence_length=LENGTH)
+    layers = import_module(f"meshwright_models.{model}").build(**options, max_sequence_length=LENGTH)
     layer = layers.block0.to(dtype)
     if kind == "full":
         return lambda x: recomputed(layer, nullcontext, x)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.llama import rope_frequencies
-from meshwright.models.rotary import Rotary, _compute
+from meshwright_models.llama import rope_frequencies
+from meshwright_models.rotary import Rotary, _compute
 
 CALLS = 20
 NO_KERNELS = {"select", "slice", "view", "unsqueeze", "promote_types"}

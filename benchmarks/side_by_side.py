@@ -37,8 +37,8 @@ from task import BUILDER, GLOBAL_BATCH, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, model
 from wire import expected_bytes
 
 import meshwright.tensor_parallel.megatron
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
+from meshwright_launch.pool import RankPool
 
 TIMEOUT_S = 1800.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import meshwright.models.gpt2
+import meshwright_models.gpt2
 from meshwright.config import RunConfig, resolve
 from meshwright.model.build import PlainModel, build_model
 
@@ -32,11 +32,11 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1
 TOKENS_PER_STEP = GLOBAL_BATCH * SEQUENCE_LENGTH
-BUILDER = "meshwright.models.gpt2:build"
+BUILDER = "meshwright_models.gpt2:build"
 
 
 def model_options(*, tied: bool) -> dict[str, object]:
-    """Return options for ``meshwright.models.gpt2.build``."""
+    """Return options for ``meshwright_models.gpt2.build``."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -102,8 +102,8 @@ def initial_model(*, tied: bool) -> PlainModel:
 
 
 def plain_model(*, tied: bool) -> nn.Sequential:
-    """Build the model of ``meshwright.models.gpt2`` in plain torch, with the initial weights of our runs."""
-    layers = meshwright.models.gpt2.build(**model_options(tied=tied))  # type: ignore[arg-type]
+    """Build the model of ``meshwright_models.gpt2`` in plain torch, with the initial weights of our runs."""
+    layers = meshwright_models.gpt2.build(**model_options(tied=tied))  # type: ignore[arg-type]
     weights = initial_model(tied=tied)
     with torch.no_grad():
         for name, parameter in layers.named_parameters():

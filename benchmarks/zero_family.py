@@ -54,16 +54,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
+import meshwright_models.gpt2
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import build_model
 from meshwright.parts import Parts
 from meshwright.step import take_step
+from meshwright_launch.pool import RankError, RankPool
 
 TIMEOUT_S = 1800.0
 SAME_BYTES = 0.02
@@ -432,7 +432,7 @@ class LargeOurs(Ours):
 def large_ddp() -> Contender:
     """Build the large model under DDP, whole on each rank."""
     options: dict[str, Any] = {**model_options(tied=True), **LARGE}
-    layers, weights = meshwright.models.gpt2.build(**options), build_model(BUILDER, options, SEED)
+    layers, weights = meshwright_models.gpt2.build(**options), build_model(BUILDER, options, SEED)
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
             parameter.copy_(weights.initial(name))

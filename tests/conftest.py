@@ -16,8 +16,8 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
-from meshwright.launch.pool import RankPool
 from meshwright.system.process import SIGNALS
+from meshwright_launch.pool import RankPool
 
 settings.register_profile("repeatable", derandomize=True)  # a commit passes or fails always; `make torture` draws anew
 settings.register_profile("random")

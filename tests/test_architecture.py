@@ -1,7 +1,7 @@
 """The architecture as rules: which room may import which, and how long a function may be.
 
-A room is a folder or a file right below ``framework``; ``models`` and ``launch`` are rooms too. All imports count, also
-inside functions. Tables that allow more than a rule does hold what is left of older code: they only shrink.
+A room is a folder or a file right below ``framework/meshwright``; other packages have bands of their own. All imports
+count, also inside functions. Tables that allow more than a rule does hold what is left of older code: they only shrink.
 ``pytest tests/test_architecture.py -s`` prints the sizes, which have no limit: limits were met by packing lines.
 """
 
@@ -19,10 +19,7 @@ import pytest
 from tests.support import reading_path
 from tests.support.prose import findings
 from tests.support.reading_path import READING_PATH
-
-ROOT = Path(__file__).parents[1]
-PACKAGES = {"meshwright": "framework", "meshwright.models": "models", "meshwright.launch": "launch"}
-"""Package -> its folder in the repository."""
+from tests.support.sources import PACKAGES, ROOT, TRAINER, files, module_of
 
 GROUND = {"errors", "system", "terminal", "kernels"}
 WORDS = {"parameters", "seeding"}
@@ -42,11 +39,21 @@ CORE: dict[str, set[str]] = {
     "data_parallel": {"mesh", "optimizer"},
 }
 """Room of the core -> rooms that it may import besides GROUND and WORDS."""
+NOT_BELOW = {
+    "meshwright": PACKAGES.keys() - {"meshwright"},
+    "meshwright_models": PACKAGES.keys() - {"meshwright_models"},
+    "meshwright_launch": {"meshwright_plan", "meshwright_interop"},
+    "meshwright_plan": {"meshwright_interop"},
+    "meshwright_interop": {"meshwright_plan"},
+}
+"""Package -> packages that it may not import."""
 SERVICES = {"data", "checkpoint", "run", "tracking", "watch"}
 SERVICE_ARROWS = {
     ("run", "checkpoint"): "a run on disk is made of checkpoints",
 }
 """Imports between services that are left; a service imports no other one."""
+PRODUCT = {"verify", "inference", "doctor"}
+"""Commands of the trainer itself; only launch imports them."""
 JOINING = {"parts", "blueprint", "build", "step", "train"}
 FOR_SERVICES = {"parts", "blueprint"}
 """Joining modules whose types the services name."""
@@ -54,22 +61,22 @@ FOR_SERVICES = {"parts", "blueprint"}
 PURE = (
     *("meshwright.schedule", "meshwright.mesh.grid", "meshwright.mesh.placement", "meshwright.pipeline.partition"),
     *("meshwright.mesh.expert_groups", "meshwright.context_parallel.order"),
-    *("meshwright.errors", "meshwright.config", "meshwright.tools.interop.configs", "meshwright.run.directory"),
+    *("meshwright.errors", "meshwright.config", "meshwright_interop.configs", "meshwright.run.directory"),
     *("meshwright.system", "meshwright.terminal", "meshwright.mesh.activity", "meshwright.watch.hang.heartbeat"),
-    *("meshwright.watch.hang.diagnosis", "meshwright.watch.hang.status", "meshwright.launch.status"),
-    "meshwright.tools.picture",
+    *("meshwright.watch.hang.diagnosis", "meshwright.watch.hang.status", "meshwright_launch.status"),
+    "meshwright_plan.picture",
 )
 """No torch: planning and the command line run where there is none, and start at once where there is."""
 
 FSDP_DOOR = "meshwright.data_parallel.fsdp"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
-DCP_DOOR = "meshwright.tools.interop.dcp"
+DCP_DOOR = "meshwright_interop.dcp"
 """It writes torch's distributed checkpoint format, in one process, without a group."""
-STREAMS_DOOR = "meshwright.tools.dryrun.cuda.streams"
+STREAMS_DOOR = "meshwright_plan.dryrun.cuda.streams"
 """It puts events into the handles of torch's fake process groups, in a process that is no rank."""
 
-HUGGINGFACE = "meshwright.tools.interop.huggingface"
+HUGGINGFACE = "meshwright_interop.huggingface"
 HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
 """Neither knows the other, and what both stand on knows neither."""
 TRANSFORMERS_DOOR = f"{HUGGINGFACE}.restructure.library"
@@ -82,15 +89,13 @@ FAKES = {"meshwright.mesh.fake"}
 MEGATRON_DOORS = ("meshwright.tensor_parallel.megatron", "meshwright.data.indexed")
 
 
-ROOT_FILES = 8
-ROOT_ENTRIES = 29
 FUNCTION_LINES, PARAMETERS = 60, 7
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
-    "framework/data/huggingface.py:build": 8,
-    "models/gpt2.py:build": 17,
-    "models/llama.py:build": 33,
-    "models/t5.py:build": 17,
+    "framework/meshwright/data/huggingface.py:build": 8,
+    "models/meshwright_models/gpt2.py:build": 17,
+    "models/meshwright_models/llama.py:build": 33,
+    "models/meshwright_models/t5.py:build": 17,
 }
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
@@ -102,24 +107,19 @@ PROSE = 0
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the three packages: dotted name -> file. A package goes by its folder's name."""
-    found: dict[str, Path] = {}
-    for package, folder in PACKAGES.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])] = path
-    return found
+    """Return every module of the packages: dotted name -> file."""
+    return {module_of(path): path for path in files()}
 
 
 def room_of(module: str) -> str:
-    """meshwright.mesh.grid -> mesh; meshwright.models.gpt2 -> models."""
+    """meshwright.mesh.grid -> mesh; meshwright_models.gpt2 -> meshwright_models."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
+    return parts[1] if parts[0] == FACE and len(parts) > 1 else parts[0]
 
 
 def package_of(module: str) -> str:
-    """framework, models or launch: the folder that a module lies in."""
-    return PACKAGES[max((package for package in PACKAGES if below(module, package)), key=len)]
+    """Return the top package of a module."""
+    return module.partition(".")[0]
 
 
 def below(module: str, *tops: str) -> bool:
@@ -180,9 +180,9 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         if (
             below(name, "torch.distributed")
             and not at_door
-            and not below(module, "meshwright.mesh", "meshwright.launch")
+            and not below(module, "meshwright.mesh", "meshwright_launch")
         ):
-            found.append(f"{module} imports {name}: only framework/mesh may")
+            found.append(f"{module} imports {name}: only framework/meshwright/mesh may")
         if below(name, "torch") and below(module, *PURE):
             found.append(f"{module} imports {name}: it is pure, and must run where there is no torch")
         if below(name, "megatron") and module not in MEGATRON_DOORS:
@@ -191,14 +191,12 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
             found.append(f"{module} imports {name}: only {TRANSFORMERS_DOOR} may")
         if below(module, HUGGINGFACE) and below(name, *(half for half in HALVES if not below(module, half))):
             found.append(f"{module} imports {name}: the halves of {HUGGINGFACE} stand apart")
-        if package == "framework" and below(name, "meshwright.models", "meshwright.launch"):
-            found.append(f"{module} imports {name}: framework imports neither models nor launch")
-        if package == "models" and below(name, "meshwright") and not below(name, "meshwright.models"):
-            found.append(f"{module} imports {name}: models are plain torch")
-        is_ours = package == "framework" and below(name, "meshwright") and room_of(name) not in (room, "meshwright")
+        if below(name, *NOT_BELOW[package]):
+            found.append(f"{module} imports {name}: {package} imports none of {', '.join(sorted(NOT_BELOW[package]))}")
+        is_ours = package == FACE and below(name, "meshwright") and room_of(name) not in (room, "meshwright")
         if is_ours and (why := forbidden(room, room_of(name))):
             found.append(f"{module} imports {name}: {why}")
-    may_hide = package == "framework" and module not in HIDDEN and "TYPE_CHECKING" in source
+    may_hide = package == FACE and module not in HIDDEN and "TYPE_CHECKING" in source
     for name in hidden(parsed(source)) if may_hide else ():
         found.append(f"{module} imports {name} for types only: that hides an arrow")
     return found
@@ -214,14 +212,13 @@ def hidden(tree: ast.Module) -> Iterator[str]:
 
 def forbidden(room: str, other: str) -> str | None:
     """Return why one room of framework may not import another; None: it may."""
-    if room == "tools" or other in GROUND:
-        return (
-            None
-            if room not in GROUND or room in ("system", "kernels") or other == "errors"
-            else f"{room} is below {other}"
-        )
-    if other in ("tools", "train"):
-        return f"nothing in framework imports {other}"
+    if other in GROUND:
+        is_below = room in GROUND and room not in ("system", "kernels") and other != "errors"
+        return f"{room} is below {other}" if is_below else None
+    if room in PRODUCT:
+        return f"{room} and {other} are commands, which stand apart" if other in PRODUCT else None
+    if other in PRODUCT | {"train"}:
+        return f"nothing in the trainer imports {other}"
     if room in GROUND | WORDS:
         return f"{room} is a word or the ground that every room stands on"
     if room in CORE:
@@ -294,12 +291,7 @@ def test_private_names_of_torch_are_in_one_file_of_a_room() -> None:
     """A release of torch that moves one then changes one file. Tools, and FAKES, run on torch's fakes and are apart."""
     files = defaultdict(set)
     for module, path in modules().items():
-        if (
-            package_of(module) == "framework"
-            and room_of(module) != "tools"
-            and module not in FAKES
-            and private_names(tree_of(path))
-        ):
+        if package_of(module) == FACE and module not in FAKES and private_names(tree_of(path)):
             files[room_of(module)].add(module)
     several = {room: sorted(found) for room, found in files.items() if len(found) > 1}
     assert files and not several, several
@@ -341,7 +333,7 @@ def test_every_import_keeps_to_the_rules() -> None:
 def test_the_tables_keep_axes_apart_and_the_core_below() -> None:
     for axis in AXES:
         assert not CORE[axis] & AXES
-    assert not set().union(*CORE.values()) & (SERVICES | JOINING | {"tools"})
+    assert not set().union(*CORE.values()) & (SERVICES | JOINING | PRODUCT)
 
 
 def test_what_is_allowed_between_services_is_still_there() -> None:
@@ -349,15 +341,8 @@ def test_what_is_allowed_between_services_is_still_there() -> None:
     assert SERVICE_ARROWS.keys() <= between, f"no longer needed: {SERVICE_ARROWS.keys() - between}"
 
 
-def test_the_root_is_small() -> None:
-    entries = [path for path in (ROOT / "framework").iterdir() if not path.name.startswith("__")]
-    entries.remove(ROOT / "framework" / "py.typed")  # a marker without content, which type checkers want right here
-    files = [path for path in entries if path.suffix == ".py"]
-    assert len(files) <= ROOT_FILES and len(entries) <= ROOT_ENTRIES, sorted(path.name for path in entries)
-
-
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield ("framework/build.py:build", node) of every function."""
+    """Yield ("framework/meshwright/build.py:build", node) of every function."""
     for path in modules().values():
         for node in function_nodes(path):
             yield f"{path.relative_to(ROOT)}:{node.name}", node
@@ -398,17 +383,17 @@ def lines(path: Path) -> int:
 
 
 def test_sizes_are_printed() -> None:
-    path = [ROOT / "framework" / f"{each}.py" for each in READING_PATH]
+    path = [TRAINER / f"{each}.py" for each in READING_PATH]
     reading = sum(map(lines, path))
     by_room: dict[str, int] = defaultdict(int)
     for module, file in modules().items():
-        if package_of(module) == "framework":
+        if package_of(module) == FACE:
             by_room[room_of(module)] += lines(file)
     core = sum(by_room[room] for room in CORE)
     total = sum(by_room.values())
-    services, tools = sum(by_room[room] for room in SERVICES), by_room["tools"]
+    services = sum(by_room[room] for room in SERVICES)
     print(f"\nreading path {len(path)} files, {reading} lines")
-    print(f"core {core}, services {services}, tools {tools}, framework {total} lines")
+    print(f"core {core}, services {services}, trainer {total} lines")
     assert 0 < reading < core < total
 
 
@@ -493,15 +478,15 @@ def test_no_import_cycles_between_rooms() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "said"),
     [
-        ("meshwright.pipeline.stage", "import torch.distributed as dist", "only framework/mesh"),
-        ("meshwright.step", "from torch import distributed", "only framework/mesh"),
-        ("meshwright.step", "import torch\ntorch.distributed.barrier()", "only framework/mesh"),
-        ("meshwright.models.gpt2", "from torch.distributed import get_rank", "only framework/mesh"),
+        ("meshwright.pipeline.stage", "import torch.distributed as dist", "only framework/meshwright/mesh"),
+        ("meshwright.step", "from torch import distributed", "only framework/meshwright/mesh"),
+        ("meshwright.step", "import torch\ntorch.distributed.barrier()", "only framework/meshwright/mesh"),
+        ("meshwright_models.gpt2", "from torch.distributed import get_rank", "only framework/meshwright/mesh"),
         ("meshwright.schedule.build", "def f():\n    import torch", "it is pure"),
         ("meshwright.mesh.grid", "from torch import Tensor", "it is pure"),
-        ("meshwright.train", "import meshwright.models.gpt2", "neither models nor launch"),
-        ("meshwright.train", "import importlib\nimportlib.import_module('meshwright.launch.pool')", "neither models"),
-        ("meshwright.models.gpt2", "from meshwright.errors import ModelError", "plain torch"),
+        ("meshwright.train", "import meshwright_models.gpt2", "imports none of"),
+        ("meshwright.train", "import importlib\nimportlib.import_module('meshwright_launch.pool')", "imports none of"),
+        ("meshwright_models.gpt2", "from meshwright.errors import ModelError", "imports none of"),
         ("meshwright.pipeline.stage", "from meshwright.tensor_parallel import plan", "pipeline may import"),
         ("meshwright.pipeline.stage", "from meshwright import data_parallel", "pipeline may import"),
         ("meshwright.pipeline.stage", "from ..data_parallel import buckets", "pipeline may import"),
@@ -509,14 +494,18 @@ def test_no_import_cycles_between_rooms() -> None:
         ("meshwright.data_parallel.replica", "def f():\n    from meshwright.parts import Parts", "data_parallel may"),
         ("meshwright.checkpoint.save", "from meshwright.run.lock import RunLock", "services"),
         ("meshwright.data.causal", "from meshwright.build import build", "is called by build"),
-        ("meshwright.run.resume", "from meshwright.train import train", "nothing in framework imports train"),
-        ("meshwright.step", "from meshwright.tools.verify import run", "nothing in framework imports tools"),
+        ("meshwright.run.resume", "from meshwright.train import train", "nothing in the trainer imports train"),
+        ("meshwright.step", "from meshwright.verify import run", "nothing in the trainer imports verify"),
+        ("meshwright.verify.run", "from meshwright.doctor import rank", "which stand apart"),
+        ("meshwright.verify.run", "import meshwright_plan.planner", "imports none of"),
+        ("meshwright_launch.cli", "from meshwright_interop import dcp", "imports none of"),
+        ("meshwright_plan.report.run", "from meshwright_interop import configs", "imports none of"),
         ("meshwright.terminal.output", "from meshwright.config import load", "ground"),
         ("meshwright.seeding", "from meshwright.mesh import grid", "word"),
         ("meshwright.context.keys", "from meshwright.mesh import grid", "has no rule"),
         ("meshwright.watch.drift", "if TYPE_CHECKING:\n    from meshwright.parts import Parts", "hides an arrow"),
         ("meshwright.data.causal", "from megatron.core.datasets import indexed_dataset", "only meshwright.tensor"),
-        ("meshwright.launch.cli", "import megatron.core", "only meshwright.tensor"),
+        ("meshwright_launch.cli", "import megatron.core", "only meshwright.tensor"),
         (f"{HUGGINGFACE}.convert.exporting", "def f():\n    import transformers", f"only {HUGGINGFACE}.restr"),
         (f"{HUGGINGFACE}.convert.exporting", f"from {HUGGINGFACE}.restructure import export", "stand apart"),
         (f"{HUGGINGFACE}.restructure.export", "from ..convert import side_files", "stand apart"),
@@ -535,9 +524,10 @@ def test_what_is_allowed_passes() -> None:
         "meshwright.train", "from meshwright.pipeline import stage\nfrom meshwright.data import order"
     )
     assert not violations("meshwright.watch.drift", "from meshwright.parts import Parts")
-    assert not violations("meshwright.tools.verify.run", "from meshwright.tools.planner import search")
+    assert not violations("meshwright.verify.run", "from meshwright.step import take_step")
+    assert not violations("meshwright_plan.commands.plans", "from meshwright_launch.arguments import common")
     assert not violations("meshwright.tensor_parallel.megatron", "from megatron.core import tensor_parallel")
-    assert not violations("meshwright.launch.pool", "import torch.distributed")
+    assert not violations("meshwright_launch.pool", "import torch.distributed")
     assert not violations(TRANSFORMERS_DOOR, "import transformers")
     assert not violations(f"{HUGGINGFACE}.convert.exporting", "from ..rules import Rule\nfrom . import side_files")
 

@@ -61,12 +61,12 @@ def test_an_error_survives_the_way_between_processes(error: UserError) -> None:
 
 
 def test_an_error_without_a_code_is_found(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    file = tmp_path / "framework" / "data" / "broken.py"
+    file = tmp_path / "framework" / "meshwright" / "data" / "broken.py"
     file.parent.mkdir(parents=True)
     file.write_text('def f(code):\n    raise DataError(f"no code: {code}")\n')
     monkeypatch.setattr(codes, "ROOT", tmp_path)
-    assert codes.without_code() == ["framework/data/broken.py:2"]
+    assert codes.without_code() == ["framework/meshwright/data/broken.py:2"]
     file.write_text('raise DataError("MW-DATA-1", "too short")\n')
-    assert codes.without_code() == ["framework/data/broken.py:1"]
+    assert codes.without_code() == ["framework/meshwright/data/broken.py:1"]
     file.write_text('raise DataError("MW-DATA-001", "a")\nraise DataError("MW-DATA-001", "b")\n')
     assert codes.repeated(codes.find_sites()) == ["MW-DATA-001"]

@@ -18,14 +18,14 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.config.rules import RULES
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.model_cache import ModelCache
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
 
@@ -171,8 +171,8 @@ def ruled() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("builder", "target", "code", "named"),
     [
-        ("meshwright.models.gpt2:build", "block*.atention.qkv", "MW-MODEL-040", "the closest is block1.attention.qkv"),
-        ("meshwright.models.gpt2:build", "head", "MW-MODEL-041", "shared with another module"),
+        ("meshwright_models.gpt2:build", "block*.atention.qkv", "MW-MODEL-040", "the closest is block1.attention.qkv"),
+        ("meshwright_models.gpt2:build", "head", "MW-MODEL-041", "shared with another module"),
         ("tests.adapters.test_attach:ruled", "up.0", "MW-MODEL-041", "a function of the sharding_plan"),
         ("tests.adapters.test_attach:ruled", "table", "MW-MODEL-041", "features are split"),
     ],

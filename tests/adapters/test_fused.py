@@ -15,11 +15,11 @@ from meshwright.adapters.attach import is_adapter
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.config import load, resolve
 from meshwright.errors import UserError
-from meshwright.launch.conversion import convert, convert_onto
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
-from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.commands.conversion import convert, convert_onto
+from meshwright_interop.huggingface.restructure.float64 import keep_float64
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.support.errors import has_code
 from tests.tools.interop.huggingface import theirs as mixtures
 from tests.tools.interop.huggingface.architectures import directory

@@ -15,10 +15,10 @@ from meshwright.adapters.magnitude import MAGNITUDE, merged, row_norms
 from meshwright.config import RunConfig
 from meshwright.config.rules import RULES
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import configured_model
-from meshwright.tools.verify import compare, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
+from meshwright.verify import compare, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright_launch.pool import RankPool
 from tests.adapters.test_attach import BLOCKS, adapted, found_by
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for

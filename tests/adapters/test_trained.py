@@ -20,17 +20,17 @@ from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, load, parse, resolve
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import UserError
-from meshwright.launch.conversion import convert
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
+from meshwright.inference.load import config_for, locate, open_inference_mesh, open_trained
 from meshwright.model.build import configured_model, materialise
 from meshwright.parameters import ParameterInfo
 from meshwright.run.directory import run_directory
 from meshwright.run.observers import total_loss
-from meshwright.tools.inference.load import config_for, locate, open_inference_mesh, open_trained
-from meshwright.tools.interop.huggingface import adapters
-from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.commands.conversion import convert
+from meshwright_interop.huggingface import adapters
+from meshwright_interop.huggingface.restructure.float64 import keep_float64
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.end_to_end.driving import exact_losses
 from tests.support.errors import has_code
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -270,7 +270,7 @@ def test_merging_rounds_once_to_float32(run: Path, base: Path, tmp_path: Path) -
 def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
     configure: Configure, place: Path, pool: RankPool, tmp_path: Path
 ) -> None:
-    model = {"builder": "meshwright.models.llama:build", "options": LLAMA | {"max_sequence_length": 16}}
+    model = {"builder": "meshwright_models.llama:build", "options": LLAMA | {"max_sequence_length": 16}}
     config = configure("ours", {"dp": 1, "tp": 2}, 2, model=model, adapter=ADAPTER | {"targets": FUSED})
     run = trained(pool, config)
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
@@ -414,7 +414,7 @@ def test_a_function_that_a_checkpoint_names_for_its_groups_is_not_called() -> No
     config = RunConfig.model_validate(
         {
             "model": {
-                "builder": "meshwright.models.llama:build",
+                "builder": "meshwright_models.llama:build",
                 "options": {**LLAMA, "max_sequence_length": 16},
                 "parameter_groups": "no_such_module_anywhere:groups",
             },

@@ -28,7 +28,7 @@ from tests.support.errors import has_code
 
 CONFIG = RunConfig.model_validate(
     {
-        "model": {"builder": "meshwright.models.gpt2:build", "options": {"hidden": 64, "dropout": 0.1}},
+        "model": {"builder": "meshwright_models.gpt2:build", "options": {"hidden": 64, "dropout": 0.1}},
         "data": {"train": "a/corpus", "sequence_length": 128},
         "batch": {"micro_batch_size": 2, "chunks": 4, "global_batch": 16},
         "parallel": {"dp": 2},
@@ -98,7 +98,7 @@ def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, lin
     [
         (
             "model.builder",
-            "meshwright.models.llama:build",
+            "meshwright_models.llama:build",
             r'model\.builder was "meshwright\.models\.gpt2:build" and is "meshwright\.models\.llama:build"',
         ),
         ("model.options.hidden", 128, r"model\.options\.hidden was 64 and is 128: it is another model"),

@@ -59,7 +59,7 @@ def test_the_manifest_has_the_fields_that_there_are() -> None:
 
 
 def test_the_commands_are_those_that_there_are() -> None:
-    from meshwright.launch.arguments import build_parser
+    from meshwright_launch.arguments import build_parser
 
     shown = re.findall(r"^meshwright (checkpoint .*?)(?:  +#.*)?$", GUIDE, flags=re.MULTILINE)
     parser = build_parser()

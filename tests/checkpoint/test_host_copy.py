@@ -14,8 +14,8 @@ from torch import Tensor
 import meshwright
 from meshwright.checkpoint import HostSlab, TensorKind, TensorPiece, host_copy
 from meshwright.checkpoint.host_copy import SEGMENT_BYTES
-from meshwright.launch.python import OpenRun
 from meshwright.parameters import ParameterInfo
+from meshwright_launch.python import OpenRun
 from tests.launch.test_python import made
 
 SHAPES = [((3, 5), torch.float32), ((), torch.float64), ((7,), torch.bfloat16), ((0, 4), torch.float32)]

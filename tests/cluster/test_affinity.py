@@ -65,7 +65,7 @@ def test_the_ranks_of_a_job_have_its_cpus(
 ) -> None:
     """Without ``srun --cpus-per-task`` each was bound to one core of the two."""
     (tmp_path / "sitecustomize.py").write_text(PROLOGUE)
-    command = [sys.executable, "-m", "meshwright.launch", "slurm", written(config, tmp_path), "--submit", *words]
+    command = [sys.executable, "-m", "meshwright_launch", "slurm", written(config, tmp_path), "--submit", *words]
     submitted = binding.command(
         *command, "--nodes=2", "--devices-per-node=1", env=ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     )
@@ -82,7 +82,7 @@ def test_a_rank_with_fewer_cpus_than_its_job_gives_is_named(
 ) -> None:
     """A script of one's own, whose srun does not repeat the option of sbatch."""
     script = tmp_path / "own.sh"
-    train = f"{sys.executable} -m meshwright.launch train {written(config, tmp_path)}"
+    train = f"{sys.executable} -m meshwright_launch train {written(config, tmp_path)}"
     script.write_text(
         f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --cpus-per-task=2\n#SBATCH -o {tmp_path}/own.log\nsrun {train}\n"
     )

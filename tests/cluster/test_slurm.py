@@ -20,8 +20,8 @@ import pytest
 
 from meshwright.config import RunConfig, load
 from meshwright.data.prepare.stdlib import prepare_stdlib
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.cluster.hosts import until
 from tests.cluster.slurm import Slurm
 from tests.end_to_end.driving import (
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slurm(row="jobs on a real Slurm, and the seconds until 
 ROOT = Path(__file__).parents[2]
 STEPS = 160
 LIMIT_S = 300.0
-OURS = re.compile(r"-m meshwright.launch train|slurmstepd: \[")
+OURS = re.compile(r"-m meshwright_launch train|slurmstepd: \[")
 
 
 def submitted(cluster: Slurm, file: str, *words: str) -> str:
@@ -49,7 +49,7 @@ def submitted(cluster: Slurm, file: str, *words: str) -> str:
     command = [
         sys.executable,
         "-m",
-        "meshwright.launch",
+        "meshwright_launch",
         "slurm",
         file,
         "--nodes=2",
@@ -205,7 +205,7 @@ def test_a_dead_link_is_named_before_anything_hangs(idle: Slurm, plain: RunConfi
     try:
         done = idle.command(
             *("srun", "--kill-on-bad-exit=1", "-w", "h1,h2,h3", "-N3", "--ntasks-per-node=1"),
-            *(sys.executable, "-m", "meshwright.launch", "doctor", written(config, tmp_path)),
+            *(sys.executable, "-m", "meshwright_launch", "doctor", written(config, tmp_path)),
             env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             timeout=LIMIT_S,
         )
@@ -262,7 +262,7 @@ def test_the_demo_on_four_nodes(idle: Slurm, tmp_path: Path) -> None:
         tracking={"wandb": "off"},
     )
     here = changed(config, run={"directory": str(tmp_path / "here")})
-    words = [sys.executable, "-m", "meshwright.launch", "train", written(here, tmp_path)]
+    words = [sys.executable, "-m", "meshwright_launch", "train", written(here, tmp_path)]
     subprocess.run(words, check=True, capture_output=True, timeout=LIMIT_S)
     job = submitted(idle, written(config, tmp_path), "--nodes=4")
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
@@ -278,7 +278,7 @@ def test_tensor_parallel_groups_belong_in_a_node(
     1 Gbit/s two cores compute for so long that it does not matter yet, and nothing is asserted of it."""
     config = wide(plain, tmp_path, train={"steps": 8, "validate_every": 0})
     crossed = changed(config, run={"name": "crossed"}, parallel={"tp_across_nodes": True})
-    words = ("srun", "-N2", "--ntasks-per-node=2", "-w", "h1,h2", sys.executable, "-m", "meshwright.launch", "train")
+    words = ("srun", "-N2", "--ntasks-per-node=2", "-w", "h1,h2", sys.executable, "-m", "meshwright_launch", "train")
     taken_s = []
     try:
         for name in idle.hosts.names:
@@ -438,7 +438,7 @@ def test_what_cannot_work_is_said_once_before_training(
     with bad.prepared(idle, tmp_path):
         done = idle.command(
             *("srun", "--kill-on-bad-exit=1", *bad.words.split()),
-            *(sys.executable, "-m", "meshwright.launch", "train", written(config, tmp_path)),
+            *(sys.executable, "-m", "meshwright_launch", "train", written(config, tmp_path)),
             env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"},
             timeout=LIMIT_S,
         )

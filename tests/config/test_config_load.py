@@ -133,8 +133,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
             "digit first: it names a directory",
         ),
         (
-            '[model]\nbuilder = "meshwright.models.gpt2"',
-            'run.toml: model.builder = "meshwright.models.gpt2" is not allowed: a module and a function in it, as in '
+            '[model]\nbuilder = "meshwright_models.gpt2"',
+            'run.toml: model.builder = "meshwright_models.gpt2" is not allowed: a module and a function in it, as in '
             '"my_package.my_module:build"',
         ),
         ("[run]\nname = 2024-01-01", "run.toml: run.name = 2024-01-01 cannot be used (a date is not allowed; "),

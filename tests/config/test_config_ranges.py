@@ -11,10 +11,10 @@ from meshwright.checkpoint.check import coverage
 from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry
 from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, ScheduleError
-from meshwright.launch.cli import main
-from meshwright.launch.local import launch
 from meshwright.model.build import build_model
 from meshwright.schedule.build import build
+from meshwright_launch.cli import main
+from meshwright_launch.local import launch
 from tests.support.errors import has_code
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
@@ -97,4 +97,4 @@ def test_more_than_a_cluster_or_a_machine_has(capsys: pytest.CaptureFixture[str]
 def test_a_builder_that_asks_for_too_much_is_placed_in_its_own_code() -> None:
     words = ["--model.options.hidden_size=1000000000000"]
     with pytest.raises(ModelError, match=r"failed at .*models/\w+\.py:\d+|failed: ", check=has_code("MW-MODEL-003")):
-        build_model("meshwright.models.gpt2:build", load(DEMO, words).model.options, 0)
+        build_model("meshwright_models.gpt2:build", load(DEMO, words).model.options, 0)

@@ -1,15 +1,15 @@
 """No key without a reader: whoever sets one expects it to do something.
 
 The rule, by syntax tree: a key ``section.key`` is read where ``.key`` is taken from an expression that is that section,
-in ``framework/`` or ``launch/``, but not in ``framework/config/``, which only carries keys about, nor in
-``framework/tools/verify/``, whose reference run would hide that the real one ignores a key. An expression is
+in the trainer or in ``launch/``, but not in ``config/``, which only carries keys about, nor in ``verify/``, whose
+reference run would hide that the real one ignores a key. An expression is
 
 - the configuration, when it is a name or attribute called ``config``, or one declared or returned as ``RunConfig``;
 - a section, when it is ``.section`` of the configuration, or a name or attribute declared as the section's class
   (imported from ``meshwright.config``) or assigned from such an expression.
 
-Names count for a whole file. That is a little generous, and needs no flow analysis. One file of ``framework/config/``
-is a reader after all: ``derived.py`` decides how many processes to start.
+Names count for a whole file. That is a little generous, and needs no flow analysis. One file of ``config/`` is a
+reader after all: ``derived.py`` decides how many processes to start.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import RunConfig
+from tests.support.sources import ROOT, files
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "RunConfig"
 CLASSES = {field.annotation.__name__: name for name, field in RunConfig.model_fields.items()}  # type: ignore[union-attr]
 KEYS = {
@@ -125,11 +125,9 @@ def keys_read(source: str) -> set[tuple[str, str]]:
 
 def readers() -> Iterator[Path]:
     """The files that count."""
-    for folder in ("framework", "launch"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            folders = path.relative_to(ROOT).parts[1:3]
-            if (folders[0] != "config" and folders != ("tools", "verify")) or path.name == "derived.py":
-                yield path
+    for path in files("meshwright", "meshwright_launch", "meshwright_plan", "meshwright_interop"):
+        if path.relative_to(ROOT).parts[2] not in ("config", "verify") or path.name == "derived.py":
+            yield path
 
 
 def test_every_key_is_read() -> None:

@@ -1,4 +1,4 @@
-"""Builders by the names that they had before the models became a part of the package ``meshwright``."""
+"""Builders by their former names, which configurations, runs and checkpoints may hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 FORMER = "models.gpt2:build"
-NOW = "meshwright.models.gpt2:build"
+NOW = "meshwright_models.gpt2:build"
 
 
 def written(folder: Path, builder: str) -> Path:
@@ -27,14 +27,17 @@ def written(folder: Path, builder: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", [path.removeprefix("meshwright.") for path in OWN_BUILDERS])
-def test_a_former_name_is_the_present_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("former", ["models", "meshwright.models"])
+@pytest.mark.parametrize("name", OWN_BUILDERS)
+def test_a_former_name_is_the_present_one(
+    former: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load(written(tmp_path, name)).model.builder == f"meshwright.{name}"
+    assert load(written(tmp_path, name.replace("meshwright_models", former))).model.builder == name
 
 
 def test_in_the_repository_too() -> None:
-    assert find_source(FORMER) == find_source(NOW)  # the folder ``models`` lies in the working directory
+    assert find_source(FORMER) is None  # the folder ``models`` in the working directory has no such module
     assert load("configs/demo.toml", [f"--model.builder={FORMER}"]).model.builder == NOW
 
 
@@ -51,10 +54,19 @@ def test_a_module_of_the_users_own_is_theirs(tmp_path: Path, monkeypatch: pytest
 
 def test_only_meshwright_is_imported_from_our_folders() -> None:
     build = find_function(NOW, "model.builder", "a builder", ModelError)
-    assert build.__module__ == "meshwright.models.gpt2"
+    assert build.__module__ == "meshwright_models.gpt2"
 
 
-@pytest.mark.parametrize(("saved", "goes_on"), [(FORMER, True), (NOW, True), ("models.llama:build", False)])
+@pytest.mark.parametrize(
+    ("saved", "goes_on"),
+    [
+        (FORMER, True),
+        (NOW, True),
+        ("meshwright.models.gpt2:build", True),
+        ("models.llama:build", False),
+        ("meshwright.models.llama:build", False),
+    ],
+)
 def test_a_checkpoint_with_the_former_name_goes_on(
     saved: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.config import load
 from meshwright.errors import ConfigError
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 
 DEMO = "configs/demo.toml"
 

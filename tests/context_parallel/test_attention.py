@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from meshwright.context_parallel.cut import TokenCut, along_samples
 from meshwright.context_parallel.order import ORDERS
 from meshwright.mesh.comm import Group
-from meshwright.models import some_queries
-from meshwright.models.attention import AttentionCore
 from meshwright.seeding import Draw, SeededDropout
+from meshwright_models import some_queries
+from meshwright_models.attention import AttentionCore
 
 B, H, G, S, D = 2, 4, 2, 12, 3
 STARTS = {

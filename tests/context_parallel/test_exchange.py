@@ -8,11 +8,11 @@ from torch import Tensor
 
 from meshwright.context_parallel.cut import TokenCut, along_samples
 from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, tokens_to_heads
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.seeding import Draw
+from meshwright_launch.pool import RankPool
 
 B, G, S, D = 2, 3, 8, 5
 

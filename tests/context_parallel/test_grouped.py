@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from meshwright.context_parallel import plan
 from meshwright.context_parallel.cut import TokenCut, along_samples
 from meshwright.context_parallel.grouped import num_groups
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.models import some_queries
-from meshwright.models.attention import AttentionCore
 from meshwright.seeding import Draw
+from meshwright_launch.pool import RankPool
+from meshwright_models import some_queries
+from meshwright_models.attention import AttentionCore
 
 B, H, G, S, D = 2, 8, 4, 24, 4
 STARTS = [[0, 5, 6, 12], [0, 1, 20]]

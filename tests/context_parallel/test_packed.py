@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from meshwright.context_parallel import plan
 from meshwright.context_parallel.cut import HeadCut, TokenCut
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model.build import PlainModel, build_model
-from meshwright.models.attention import positions_of
-from meshwright.tools.interop.huggingface.convert import decoder_rules, gpt2
-from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
+from meshwright_interop.huggingface.convert import decoder_rules, gpt2
+from meshwright_interop.huggingface.restructure.float64 import keep_float64
+from meshwright_launch.pool import RankPool
+from meshwright_models.attention import positions_of
 from tests.models.test_decoder import ExactRotary
 from tests.support.plain import plain_layers
 
@@ -60,7 +60,7 @@ def samples() -> tuple[dict[str, Tensor], Tensor]:
 
 
 def built(pair: Pair) -> PlainModel:
-    return build_model(f"meshwright.models.{pair.builder}:build", pair.options, 5)
+    return build_model(f"meshwright_models.{pair.builder}:build", pair.options, 5)
 
 
 def on_a_rank(rank: int, cp: int, pair: Pair, exchange: str, order: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -16,9 +16,9 @@ from meshwright.context_parallel import plan
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.errors import UserError
 from meshwright.mesh.comm import Group
+from meshwright.run.summary import summarise
 from meshwright.seeding import Draw
-from meshwright.tools.dryrun.fake_step import profile_rank
-from meshwright.tools.summary import summarise
+from meshwright_plan.dryrun.fake_step import profile_rank
 
 LENGTH = 32
 
@@ -164,7 +164,7 @@ def own(plan: dict[str, str] | None = None, parallel: dict[str, Any] | None = No
 
 def heads(builder: str, options: dict[str, Any], **parallel: int) -> Blueprint:
     """One of our models with an exchange of heads."""
-    config = config_of(f"meshwright.models.{builder}:build", options)
+    config = config_of(f"meshwright_models.{builder}:build", options)
     return draw_blueprint(config.replace(parallel={"cp_exchange": "heads", **parallel}))
 
 
@@ -174,7 +174,7 @@ LLAMA = {**GPT2, "num_kv_heads": 2, "ffn_size": 8}
 
 def grouped(groups: int, **parallel: int) -> RunConfig:
     """Keys by so many groups of two key-value heads."""
-    return config_of("meshwright.models.llama:build", LLAMA).replace(parallel={"cp_head_groups": groups, **parallel})
+    return config_of("meshwright_models.llama:build", LLAMA).replace(parallel={"cp_head_groups": groups, **parallel})
 
 
 def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
@@ -200,12 +200,12 @@ def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
         ("MW-CP-014", lambda: draw_blueprint(grouped(2, tp=2))),  # a key-value head for each tp rank
         ("MW-CP-016", lambda: own(by_frequency=True)),
         ("MW-CP-015", lambda: own(parallel={"cp_head_groups": 2})),
-        ("MW-CP-007", lambda: draw_blueprint(config_of("meshwright.models.llama:build", {**LLAMA, "mtp_layers": 1}))),
+        ("MW-CP-007", lambda: draw_blueprint(config_of("meshwright_models.llama:build", {**LLAMA, "mtp_layers": 1}))),
         (
             "MW-CP-002",
             lambda: draw_blueprint(
                 config_of(
-                    "meshwright.models.t5:build",
+                    "meshwright_models.t5:build",
                     {"vocab_size": 99, "hidden_size": 8, "num_heads": 2},
                     task="span_corruption",
                 )
@@ -246,7 +246,7 @@ COUNTING = {
 def test_a_router_counts_the_tokens_of_all_ranks(of: str, exchange: str) -> None:
     """It is no layer that mixes tokens by itself: its sums and gathers go over the axis. Its buffers have values."""
     moe = {"num_experts": 4, "top_k": 2, **COUNTING[of]}
-    config = config_of("meshwright.models.llama:build", {**LLAMA, "moe": moe})
+    config = config_of("meshwright_models.llama:build", {**LLAMA, "moe": moe})
     assert draw_blueprint(config.replace(parallel={"cp_exchange": exchange}))
 
 
@@ -312,7 +312,7 @@ def test_lengths_that_cannot_be_cut(tmp_path: Any) -> None:
         load(place, ["--data.document_boundaries", "--batch.micro_batch_size=1", "--batch.chunks=1"]).parallel.cp_order
         == "documents"
     )
-    config = config_of("meshwright.models.gpt2:build", {**GPT2, "max_sequence_length": 10}, sequence_length=10)
+    config = config_of("meshwright_models.gpt2:build", {**GPT2, "max_sequence_length": 10}, sequence_length=10)
     config = config.replace(parallel={"tp": 2, "sequence": True})
     with pytest.raises(UserError, match=r"10 tokens .*parallel.cp = 2 x tp 2 .*: make them 8 or 12, .*MW-CP-006"):
         draw_blueprint(config)
@@ -331,7 +331,7 @@ def test_the_summary_draws_the_tokens_of_each_rank() -> None:
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_a_dry_run_has_no_documents(order: str, exchange: str) -> None:
     """Each sample is one document: as many bytes and messages for all orders."""
-    config = config_of("meshwright.models.llama:build", LLAMA, document_boundaries=True)
+    config = config_of("meshwright_models.llama:build", LLAMA, document_boundaries=True)
     config = config.replace(parallel={"cp_order": order, "cp_exchange": exchange})
     assert (
         profile_rank(config, 1).both_bytes

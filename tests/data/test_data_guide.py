@@ -23,7 +23,7 @@ def test_the_first_commands(tmp_path: Path) -> None:
     block = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     code = (
-        "import shlex, sys\nfrom meshwright.launch.cli import main\n"
+        "import shlex, sys\nfrom meshwright_launch.cli import main\n"
         f"codes = [main(shlex.split(line)[1:]) for line in {block[1].splitlines()!r}]\n"
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )

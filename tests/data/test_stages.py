@@ -17,7 +17,7 @@ from meshwright.data.order import BlendOrder, SampleOrder
 from meshwright.data.sources import data_fingerprint, describe_source, open_sources
 from meshwright.data.stages import StageOrder
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.support.errors import has_code
 from tests.support.layouts import microbatch, samples

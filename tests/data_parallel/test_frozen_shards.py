@@ -10,13 +10,13 @@ import torch
 from meshwright.build import build
 from meshwright.config import parse, shard_factor
 from meshwright.data_parallel.members import full_weights
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.optimizer.at_rest import Elements, held_at_rest
 from meshwright.step import take_step
-from meshwright.tools.at_rest import Elements, held_at_rest
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.adapters.test_attach import BLOCKS, adapted
 from tests.tools.verify.cases import LATER, References, prove
 

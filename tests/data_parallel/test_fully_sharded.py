@@ -11,12 +11,12 @@ from meshwright.build import build
 from meshwright.config import RunConfig, parse
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
 S = 8

@@ -19,15 +19,15 @@ from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, batch_numbers, parse
 from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.errors import ConfigError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parts import Parts
 from meshwright.run.tensors import pieces
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.data_parallel.apart import Apart
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, model_config, size_for

@@ -15,14 +15,14 @@ from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.data_parallel import products as products_module
 from meshwright.data_parallel.products import add_product, adds_products
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parameters import WeightProduct
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.data_parallel.test_replica import WIDTH, gradients_of, replica_of, sample
 
 BF16 = torch.bfloat16
@@ -119,7 +119,7 @@ def test_layouts_agree(pool: RankPool) -> None:
         size = parse_layout(layout).size
         config = RunConfig.model_validate(
             {
-                "model": {"builder": "meshwright.models.llama:build", "options": LLAMA},
+                "model": {"builder": "meshwright_models.llama:build", "options": LLAMA},
                 "data": {"train": "none", "sequence_length": 16},
                 "batch": {"micro_batch_size": 1, "chunks": 4},
             }

@@ -14,13 +14,13 @@ from meshwright.data_parallel.expert_stage import StageSharding
 from meshwright.data_parallel.members import members_of
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.mesh.traffic import OperationCount
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parameters import ParameterInfo
+from meshwright_launch.pool import RankPool
 from tests.data_parallel.apart import Apart, as_by_nccl
 
 ALONE = Group("dp", (0,), 0)

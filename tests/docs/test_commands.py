@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import load, resolve
-from meshwright.launch.arguments import build_parser
-from meshwright.launch.cli import main, split_overrides
 from meshwright.mesh import Grid, check_placement, nodes_of
+from meshwright_launch.arguments import build_parser
+from meshwright_launch.cli import main, split_overrides
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").rglob("*.md"))
 START = re.compile(r"^\s*(?:\$ )?((?:meshwright|torchrun|srun) [a-z-].*)$")
-LAUNCHER = re.compile(r"^(?:torchrun (?:--\S+ )*-m meshwright.launch|srun (?:--\S+ )*meshwright) ")
+LAUNCHER = re.compile(r"^(?:torchrun (?:--\S+ )*-m meshwright_launch|srun (?:--\S+ )*meshwright) ")
 CONTINUED = re.compile(r"\s*\\\n\s*")
 REMARK = re.compile(r"\s{2,}\S.*$")
 REFUSED = {

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 from tests.docs.test_commands import COMMANDS, ROOT
 from tests.tools.interop.configs.samples import TORCHTITAN
 

@@ -31,7 +31,7 @@ def test_the_model_with_every_attribute(tmp_path: Path) -> None:
     (tmp_path / "attributes.py").write_text(block)
     (tmp_path / "run.toml").write_text(CONFIG)
     layouts = ["dp2,pp2,tp2", "dp2,zero3,selective"]
-    command = [sys.executable, "-m", "meshwright.launch", "verify", "run.toml", "--steps", "3", "--layouts"]
+    command = [sys.executable, "-m", "meshwright_launch", "verify", "run.toml", "--steps", "3", "--layouts"]
     found = subprocess.run([*command, *layouts], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count("same numbers") >= 2, found.stdout

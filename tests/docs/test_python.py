@@ -17,9 +17,9 @@ from meshwright import evaluate
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import CheckpointError
-from meshwright.tools.report.page import page
-from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
+from meshwright_plan.report.page import page
+from meshwright_plan.report.run import read_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 NOTEBOOK, RANKS, CALLBACKS, EXTRA, ACCURACY, STATE, OWN, SINKS, PROFILE = re.findall(
@@ -32,7 +32,7 @@ CONFIG = """
 name = "python"
 directory = "runs"
 [model]
-builder = "meshwright.models.gpt2:build"
+builder = "meshwright_models.gpt2:build"
 [model.options]
 vocab_size = 300
 hidden_size = 32
@@ -117,7 +117,7 @@ def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
     printed = run(desk, "callbacks.py")
     assert len(re.findall(r"[123] \d\.\d{4} \d\.\d{3}(?!\d)", printed)) == 3  # the console prints beside it
     stuck = ["--run.name=stuck", "--train.steps=30", "--train.validate_every=1", "--optimizer.learning_rate=1e-30"]
-    printed = run(desk, "-m", "meshwright.launch", *command_with("early_stop"), *stuck)
+    printed = run(desk, "-m", "meshwright_launch", *command_with("early_stop"), *stuck)
     assert re.search(
         r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations", printed
     )
@@ -126,7 +126,7 @@ def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
 
 @pytest.mark.slow
 def test_metrics_of_the_model(desk: Path) -> None:
-    run(desk, "-m", "meshwright.launch", *command_with("accuracy:build"), '--tracking.sinks=["tensorboard"]')
+    run(desk, "-m", "meshwright_launch", *command_with("accuracy:build"), '--tracking.sinks=["tensorboard"]')
     records = list(read_records(desk / "runs/accuracy/metrics.jsonl"))
     assert [sorted(record.extra) for record in records] == [
         ["model/accuracy"],
@@ -149,7 +149,7 @@ def command_with(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_metrics_of_a_callback(desk: Path) -> None:
-    run(desk, "-m", "meshwright.launch", *command_with("smooth_loss"), '--tracking.sinks=["tensorboard"]')
+    run(desk, "-m", "meshwright_launch", *command_with("smooth_loss"), '--tracking.sinks=["tensorboard"]')
     records = list(read_records(desk / "runs/extra/metrics.jsonl"))
     means = [records[0].loss]
     for record in records[1:]:
@@ -187,7 +187,7 @@ def test_state_of_callbacks_is_resumed(desk: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_own_optimizer_schedule_and_groups(desk: Path) -> None:
     (desk / "own.py").write_text(OWN)
-    run(desk, "-m", "meshwright.launch", *command_with("own:radam"))
+    run(desk, "-m", "meshwright_launch", *command_with("own:radam"))
     saved = open_checkpoint(find(desk / "runs/own")[0].path)
     assert {"exp_avg", "exp_avg_sq", "weights"} == set(saved.kinds())
     rates = [record.learning_rate for record in read_records(desk / "runs/own/metrics.jsonl")]
@@ -197,7 +197,7 @@ def test_own_optimizer_schedule_and_groups(desk: Path) -> None:
 @pytest.mark.slow
 def test_sinks_of_a_configuration(desk: Path) -> None:
     for steps in (2, 3):  # the second start resumes
-        run(desk, "-m", "meshwright.launch", *command_with("sinks"), f"--train.steps={steps}")
+        run(desk, "-m", "meshwright_launch", *command_with("sinks"), f"--train.steps={steps}")
     records = list(read_records(desk / "runs/sinks/metrics.jsonl"))
     assert (desk / "runs/sinks/loss.csv").read_text() == "".join(f"{each.step},{each.loss}\n" for each in records)
     events = EventAccumulator(str(desk / "runs/sinks/tensorboard"))
@@ -208,5 +208,5 @@ def test_sinks_of_a_configuration(desk: Path) -> None:
 
 @pytest.mark.slow
 def test_a_profile_is_written(desk: Path) -> None:
-    run(desk, "-m", "meshwright.launch", *command_with("profiling"))
+    run(desk, "-m", "meshwright_launch", *command_with("profiling"))
     assert json.loads((desk / "trace.json").read_text())["traceEvents"]

@@ -63,7 +63,7 @@ def desk(tmp_path: Path) -> Path:
     bin_ = tmp_path / ".bin"
     bin_.mkdir()
     for name, module in (
-        ("meshwright", "-m meshwright.launch"),
+        ("meshwright", "-m meshwright_launch"),
         ("torchrun", "-m torch.distributed.run"),
         ("python", ""),
     ):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import meshwright.models.gpt2
-import meshwright.models.llama
+import meshwright_models.gpt2
+import meshwright_models.llama
 
 
 class Trap(nn.Module):
@@ -67,22 +67,22 @@ def in_front(plain: nn.Sequential, of: str, layer: Callable[[], nn.Module]) -> n
 
 def slow(pause_s: float, rank: int | None = None, of: str = "block", **options: Any) -> nn.Sequential:
     """GPT-2 that pauses in front of each of these layers for every micro-batch: the same numbers as without."""
-    return in_front(meshwright.models.gpt2.build(**options), of, lambda: Pause(pause_s, rank))
+    return in_front(meshwright_models.gpt2.build(**options), of, lambda: Pause(pause_s, rank))
 
 
 def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
     """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
-    return in_front(meshwright.models.gpt2.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
+    return in_front(meshwright_models.gpt2.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
 
 
 def trapped_llama(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
     """The same of Llama, whose blocks may have experts."""
-    return in_front(meshwright.models.llama.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
+    return in_front(meshwright_models.llama.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
 
 
 def partly_frozen(source: str, **options: Any) -> nn.Sequential:
     """GPT-2 whose first block and (tied) embedding are not trained; they come out of a file as one number."""
-    model = meshwright.models.gpt2.build(**options)
+    model = meshwright_models.gpt2.build(**options)
     initialise = model.initialise
     for name, parameter in model.named_parameters():
         if name.startswith(("embedding", "block0")):
@@ -126,4 +126,4 @@ class Seen(nn.Module):
 
 def with_a_boolean_buffer(**options: Any) -> nn.Sequential:
     """GPT-2 behind such a layer."""
-    return in_front(meshwright.models.gpt2.build(**options), "norm", Seen)
+    return in_front(meshwright_models.gpt2.build(**options), "norm", Seen)

@@ -1,4 +1,4 @@
-"""Runs as users have them: a configuration, ranks that call ``meshwright.launch.work.work``, and their files."""
+"""Runs as users have them: a configuration, ranks that call ``meshwright_launch.work.work``, and their files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, batch_numbers, resolve
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import open_sources
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parameters import ParameterInfo
@@ -29,6 +27,8 @@ from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 
 GPT2 = {
     "vocab_size": 300,
@@ -50,17 +50,17 @@ LLAMA = {
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "builder": "meshwright.models.gpt2:build",
+        "builder": "meshwright_models.gpt2:build",
         "options": {**GPT2, "vocab_size": 301},
     },  # tied; no degree divides it
-    "llama": {"builder": "meshwright.models.llama:build", "options": LLAMA},
+    "llama": {"builder": "meshwright_models.llama:build", "options": LLAMA},
     "few_heads": {
-        "builder": "meshwright.models.llama:build",
+        "builder": "meshwright_models.llama:build",
         "options": {**LLAMA, "num_kv_heads": 1},
     },
     "frozen": {"builder": "tests.end_to_end.builders:partly_frozen", "options": GPT2},
     "mixture": {
-        "builder": "meshwright.models.llama:build",
+        "builder": "meshwright_models.llama:build",
         "options": {**LLAMA, "moe": {"num_experts": 4, "top_k": 2, "balance": "bias"}},
     },
 }
@@ -72,7 +72,7 @@ def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfi
     """A small GPT-2 with dropout on a prepared corpus; ``sections`` go on top, key by key."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "directory": str(runs)},
-        "model": {"builder": "meshwright.models.gpt2:build", "options": GPT2},
+        "model": {"builder": "meshwright_models.gpt2:build", "options": GPT2},
         "data": {
             "train": str(corpus / "train"),
             "validation": str(corpus / "validation"),

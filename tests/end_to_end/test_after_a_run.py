@@ -10,11 +10,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-import meshwright.models.gpt2
+import meshwright_models.gpt2
 from meshwright.config import RunConfig, load, parse
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import read_peaks, run_directory
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, layout, run_config, tensors, train
 
 
@@ -40,7 +40,7 @@ def sampled(capfd: pytest.CaptureFixture[str], config: RunConfig, *words: str) -
 def test_the_likeliest_tokens_are_those_of_the_plain_model(
     trained: RunConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = meshwright.models.gpt2.build(**GPT2).eval()
+    model = meshwright_models.gpt2.build(**GPT2).eval()
     saved = tensors(run_directory(trained))
     weights = {name.removeprefix("weights/"): t.float() for name, t in saved.items() if name.startswith("weights/")}
     assert not model.load_state_dict(weights, strict=False).unexpected_keys

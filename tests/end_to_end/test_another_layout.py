@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
     LATER,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshwright.config import to_toml
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 from tests.end_to_end.driving import LLAMA, layout, run_config
 
 BUILDERS = "tests.end_to_end.builders"
@@ -111,7 +111,7 @@ def test_a_corpus_that_is_none(
         ("parallel.tp = 8 does not divide 4: use a tp of 1, 2, 4", ["--parallel.tp=8"]),
         ("pipeline.balance = [2, 2]", ["--parallel.pp=2", "--pipeline.balance=[2,2]"]),
         ("no_such_package", ["--model.builder=no_such_package:build"]),
-        ("did you mean meshwright.models.gpt2:build?", ["--model.builder=meshwright.models.gpt2:biuld"]),
+        ("did you mean meshwright_models.gpt2:build?", ["--model.builder=meshwright_models.gpt2:biuld"]),
         ("returned a Linear: a pipeline is cut between", [f"--model.builder={BUILDERS}:counts_letters"]),
         ("it must return logits of shape", [f"--model.builder={BUILDERS}:two_outputs"]),
         ("layer 1 (Linear) cannot take what layer 0 returns", [f"--model.builder={BUILDERS}:of_another_width"]),
@@ -135,7 +135,7 @@ def test_a_configuration_that_cannot_work(
 def test_key_value_heads_that_tp_neither_divides_nor_shares(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = {"builder": "meshwright.models.llama:build", "options": LLAMA}
+    model = {"builder": "meshwright_models.llama:build", "options": LLAMA}
     message = refused(capfd, corpus, tmp_path, model=model, parallel=layout("tp3"))
     assert "parallel.tp = 3 does not divide 2" in message and "use a tp of 1, 2, 4" in message
 

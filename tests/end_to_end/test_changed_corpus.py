@@ -19,13 +19,13 @@ from meshwright.data import fingerprint
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_offsets, sampled_sha256
 from meshwright.errors import DataError, UserError
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
 from meshwright.parts import Observer, Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.starts import record_start
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
 from tests.support.errors import has_code

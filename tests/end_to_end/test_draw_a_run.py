@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
-from meshwright.tools.report.account import account
 from meshwright.watch.trace import read
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
+from meshwright_plan.report.account import account
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

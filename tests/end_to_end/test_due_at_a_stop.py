@@ -13,11 +13,11 @@ import pytest
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
 from meshwright.errors import CallbackError, CheckpointError, Preempted
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.directory import run_directory
 from meshwright.run.resume import saved_reason
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.end_to_end.driving import LATER, changed, differing, layout, lines, run_config, size, tensors
 from tests.support.errors import has_code
 

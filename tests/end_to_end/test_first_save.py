@@ -9,9 +9,9 @@ import pytest
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import check, work
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import check, work
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 from tests.support.errors import has_code
 

@@ -32,7 +32,7 @@ def test_a_former_run_is_resumed(layout: list[str], tmp_path: Path, shell: Shell
     assert BUILDER in (tmp_path / "run.toml").read_text()
     metrics = tmp_path / "saved" / "run" / "metrics.jsonl"
     former = [record.loss for record in read_records(metrics)]
-    done = shell.run("-m", "meshwright.launch", "train", "run.toml", COURSE, *layout)
+    done = shell.run("-m", "meshwright_launch", "train", "run.toml", COURSE, *layout)
     assert done.returncode == 0, done.stderr
     assert "resuming from saved/run/checkpoints/step-00000004" in done.stdout
     assert len(former) == 8

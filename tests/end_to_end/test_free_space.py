@@ -16,12 +16,12 @@ from meshwright.checkpoint import find
 from meshwright.checkpoint.preflight import checkpoint_bytes
 from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import ConfigError
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import check, work
 from meshwright.parts import Observer, Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.tensors import saved_tensors
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import check, work
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 from tests.support.errors import has_code
 
@@ -66,7 +66,7 @@ def test_it_is_what_a_checkpoint_takes(
     dtype: str, text: str, frozen: bool, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     options: dict[str, Any] = {**GPT2, "vocab_size": 301, "hidden_size": 128}
-    model = {"builder": "meshwright.models.gpt2:build", "options": options}
+    model = {"builder": "meshwright_models.gpt2:build", "options": options}
     if frozen:
         (tmp_path / "source.txt").write_text("1.5")
         options["source"] = str(tmp_path / "source.txt")

@@ -14,9 +14,9 @@ import pytest
 
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
 from meshwright.tracking.jsonl import read_records
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
     differing,
@@ -40,7 +40,7 @@ def trapped(corpus: Path, runs: Path, rank: int, *, killed: bool = False, **sect
     return run_config(corpus, runs, model=model, train={"steps": 1000}, checkpoint={"every": 1}, **sections)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright.launch")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch")
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.torture)])
@@ -51,7 +51,7 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
     same = run_config(corpus, tmp_path / "same", **keys)
     config = run_config(corpus, tmp_path / "runs", **keys, checkpoint={"every": 1}, tracking={"console": True})
     file = written(config, tmp_path)
-    with shell.start(["-m", "meshwright.launch", "train", file], stdout=subprocess.DEVNULL) as process:
+    with shell.start(["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + LIMIT_S
         while len(find(run_directory(config))) < 2:
             assert time.monotonic() < deadline_s and process.poll() is None
@@ -61,7 +61,7 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
     reached = find(run_directory(config))[0].step
     assert 2 <= reached < 12
 
-    done = shell.run("-m", "meshwright.launch", "train", file)
+    done = shell.run("-m", "meshwright_launch", "train", file)
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout
     placed = f"pp 2 x dp 2 x tp {tp} = {ranks} ranks on 1 node of {ranks}"
@@ -107,7 +107,7 @@ def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, s
 
 
 def ignore_as_the_job_script() -> None:
-    """What `trap "" USR1 USR2; exec torchrun` does to the processes that follow (launch/templates/job.sbatch.j2)."""
+    """What `trap "" USR1 USR2; exec torchrun` does to the processes that follow (templates/job.sbatch.j2)."""
     for each in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
 
@@ -144,7 +144,7 @@ def test_a_rank_that_fails_ends_the_run(
     text: str, rank: int, killed: bool, corpus: Path, tmp_path: Path, shell: Shell
 ) -> None:
     config = trapped(corpus, tmp_path, rank, killed=killed, parallel=layout(text))
-    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 1
     assert [line["step"] for line in lines(config)] == [1]
     first, *rest = done.stderr.splitlines()
@@ -189,8 +189,8 @@ def test_a_resume_that_is_refused(corpus: Path, tmp_path: Path, shell: Shell) ->
     """All ranks find it; it is said once, without a traceback."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"), train={"steps": 2})
     file = written(config, tmp_path)
-    assert shell.run("-m", "meshwright.launch", "train", file).returncode == 0
-    done = shell.run("-m", "meshwright.launch", "train", file, "--run.seed=9")
+    assert shell.run("-m", "meshwright_launch", "train", file).returncode == 0
+    done = shell.run("-m", "meshwright_launch", "train", file, "--run.seed=9")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("meshwright: error: ") and done.stderr.count("meshwright: error: ") == 1
     assert done.stderr.count("run.seed was 1234 and is 9") == 1
@@ -222,7 +222,7 @@ def test_nobody_needs_to_listen(text: str, nobody: str, corpus: Path, tmp_path: 
             "has left": {"stdout": gone},
             "full": {"stdout": full},
         }
-        done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path), **how[nobody])
+        done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path), **how[nobody])
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert [line["step"] for line in lines(config)] == [1, 2, 3]

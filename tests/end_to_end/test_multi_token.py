@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 
 from meshwright.data.indexed import inspect
 from meshwright.data.token_files import TokenStream
-from meshwright.launch.pool import RankPool
+from meshwright.inference.sample import sample
 from meshwright.run.directory import run_directory
-from meshwright.tools.inference.sample import sample
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import LLAMA, changed, layout, lines, run_config, train
 from tests.end_to_end.test_use import evaluated
 from tests.support.plain import load_plain
@@ -29,7 +29,7 @@ def test_a_run_from_its_first_step_to_transformers(corpus: Path, tmp_path: Path,
     config = run_config(
         corpus,
         tmp_path,
-        model={"builder": "meshwright.models.llama:build", "options": options},
+        model={"builder": "meshwright_models.llama:build", "options": options},
         data={"document_boundaries": True},
         parallel=layout("pp2,tp2,sequence"),
         train={"steps": 4, "validate_every": 2, "validate_steps": 2},

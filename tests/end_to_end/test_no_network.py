@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.arguments import build_parser
+from meshwright_launch.arguments import build_parser
 from tests.end_to_end.network import GUARD, in_namespace, strangers
 from tests.tools.interop.configs import samples
 
@@ -88,7 +88,7 @@ ELSEWHERE = {
 DRIVER = """
 import json, sys
 if __name__ == "__main__":
-    from meshwright.launch.cli import main
+    from meshwright_launch.cli import main
     for words in json.loads(sys.argv[1]):
         code = main(words)
         assert code == 0, (words, code)

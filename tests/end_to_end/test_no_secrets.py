@@ -41,7 +41,7 @@ def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_
         sections["train"] = {"steps": 1000}
     config = run_config(corpus, tmp_path / "runs", **sections)
     shell.environment |= CANARIES | URLS
-    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == (1 if fails else 0), done.stderr
     assert ("ArithmeticError: the layer of a user has failed" in done.stderr) == fails
     files = [path for path in run_directory(config).rglob("*") if path.is_file() and not path.is_symlink()]

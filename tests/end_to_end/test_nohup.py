@@ -57,7 +57,7 @@ def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_pat
     keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}}
     config = run_config(corpus, tmp_path, **keys)
     process = shell.start(
-        ["-m", "meshwright.launch", "train", written(config, tmp_path)],
+        ["-m", "meshwright_launch", "train", written(config, tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),

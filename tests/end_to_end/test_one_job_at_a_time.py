@@ -15,10 +15,10 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.errors import LockError
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.run.directory import run_directory
 from meshwright.run.lock import FILE, PATIENCE_S, RunLock
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.end_to_end.driving import layout, lines, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -52,7 +52,7 @@ def steps_of(config: RunConfig) -> int:
 def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
     """A run that has taken two steps more than the one before it: it trains, and is not about to."""
     before = steps_of(config)
-    process = shell.start(["-m", "meshwright.launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = shell.start(["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline_s = time.monotonic() + LIMIT_S
     while steps_of(config) < before + 2:
         assert time.monotonic() < deadline_s and process.poll() is None
@@ -75,10 +75,10 @@ def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: S
 
     began_s = time.monotonic()
     assert (
-        shell.run("-m", "meshwright.launch", "train", file, "--train.steps=0").returncode == 2
+        shell.run("-m", "meshwright_launch", "train", file, "--train.steps=0").returncode == 2
     )  # read the file, say no
     refused_s = time.monotonic()
-    second = shell.run("-m", "meshwright.launch", "train", file)
+    second = shell.run("-m", "meshwright_launch", "train", file)
     took_s = time.monotonic() - refused_s
     assert second.returncode == 2 and second.stdout == ""
     assert re.fullmatch(
@@ -106,7 +106,7 @@ def test_two_jobs_at_the_same_time_under_torchrun(corpus: Path, tmp_path: Path, 
     """The ranks take the lock themselves: nobody looked before."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"))
     run_directory(config).mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright.launch")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch")
     with RunLock(run_directory(config)):
         done = shell.run(*torchrun, "train", written(config, tmp_path))
     assert done.returncode != 0

@@ -10,12 +10,12 @@ import pytest
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import Optimizer
 from meshwright.errors import CheckpointError
-from meshwright.launch.pool import RankPool
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.run.directory import run_directory
 from meshwright.run.tensors import OWN_OPTIMIZER, take_states
-from meshwright.tools.verify.layouts import parse_layout
-from meshwright.tools.verify.run import Verification
+from meshwright.verify.layouts import parse_layout
+from meshwright.verify.run import Verification
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import LATER, layout, run_config, tensors, train, train_rank
 from tests.support.errors import has_code
 

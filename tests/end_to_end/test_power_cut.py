@@ -54,7 +54,7 @@ def on_the_disk(descriptor):
         files[found.st_ino] = place.read_bytes()
 
 os.fsync = on_the_disk
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 sys.exit(main(sys.argv[3:]))
 """
 
@@ -149,7 +149,7 @@ def test_what_a_checkpoint_presupposes_survives(asynchronous: bool, corpus: Path
     assert parse((directory / "resolved.json").read_text()).run == config.run
     assert "validate_steps" in (directory / "config.toml").read_text() and (directory / "placement.txt").read_text()
     assert json.loads((directory / "starts.jsonl").read_text())["step"] == 0
-    again = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    again = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert again.returncode == 0, again.stderr
     assert [line["step"] for line in lines(config)] == list(range(1, 7))
     assert len((directory / "starts.jsonl").read_text().splitlines()) == 2
@@ -199,7 +199,7 @@ def test_records_that_are_lost_for_good_have_an_exit_code(corpus: Path, tmp_path
     config = run_config(corpus, tmp_path, parallel=layout(""), train={"steps": 12}, launch={"processes": 1})
     run_directory(config).mkdir()
     (run_directory(config) / "metrics.jsonl").mkdir()
-    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     place = run_directory(config) / "metrics.jsonl"
     assert done.returncode == 20, done.stderr
     assert f"{place} cannot be written: Is a directory (errno 21). The run continues; its records wait" in done.stderr
@@ -215,7 +215,7 @@ def test_records_wait_until_the_file_can_be_written_again(corpus: Path, tmp_path
     run_directory(config).mkdir()
     place = run_directory(config) / "metrics.jsonl"
     place.mkdir()
-    with shell.start(["-m", "meshwright.launch", "train", written(config, tmp_path)], stderr=-1) as process:
+    with shell.start(["-m", "meshwright_launch", "train", written(config, tmp_path)], stderr=-1) as process:
         assert process.stderr is not None
         while "cannot be written" not in (line := process.stderr.readline()):
             assert line

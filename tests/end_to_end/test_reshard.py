@@ -13,10 +13,10 @@ import torch
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import RunConfig, load, parse
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
+from meshwright.inference.reshard import reshard
 from meshwright.run.directory import run_directory
-from meshwright.tools.reshard import reshard
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
     LATER,
@@ -227,16 +227,16 @@ def test_a_damaged_source(trained: Path, tmp_path: Path, capfd: Any) -> None:
 
 def test_a_model_that_has_changed_since(trained: Path, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """The builder's code gives another model than it gave when the run was trained: nothing is lost without a word."""
-    import meshwright.models.gpt2
+    import meshwright_models.gpt2
 
-    build = meshwright.models.gpt2.build
+    build = meshwright_models.gpt2.build
 
     def with_another_layer(**options: Any) -> torch.nn.Sequential:
         model = build(**options)
         model.block0.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
         return model
 
-    monkeypatch.setattr(meshwright.models.gpt2, "build", with_another_layer)
+    monkeypatch.setattr(meshwright_models.gpt2, "build", with_another_layer)
     said = refused(capfd, trained, tmp_path / "out")
-    assert "is not of the model that meshwright.models.gpt2:build builds" in said and "block0.gain" in said
+    assert "is not of the model that meshwright_models.gpt2:build builds" in said and "block0.gain" in said
     assert not (tmp_path / "out").exists()

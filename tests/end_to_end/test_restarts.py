@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
     differing,
@@ -39,7 +39,7 @@ def test_it_goes_on_by_itself_to_the_same_numbers(corpus: Path, tmp_path: Path, 
     """Rank 1 is killed in step 4; the checkpoint is of step 2, and step 3 is taken twice and counts once."""
     trap = {"rank": 1, "at_call": 14, "killed": True, "once": str(tmp_path / "fired")}
     config = trapped(corpus, tmp_path / "runs", "dp2", 1, **trap)
-    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 0, done.stderr
     (said,) = done.stderr.splitlines()
     assert said.startswith("meshwright: rank 1 was ended by SIGKILL")
@@ -54,7 +54,7 @@ def test_it_goes_on_by_itself_to_the_same_numbers(corpus: Path, tmp_path: Path, 
 def test_what_always_fails_is_given_up(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """In its second step, before anything is saved. One rank, which is a process of its own here."""
     config = trapped(corpus, tmp_path, "", 9, rank=0, at_call=12)
-    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 93, done.stderr
     cause = "rank 0: ArithmeticError: the layer of a user has failed"
     *restarts, given_up, last = done.stderr.split("\nTraceback")[0].splitlines()
@@ -71,7 +71,7 @@ def test_a_signal_while_it_starts_again_ends_it(corpus: Path, tmp_path: Path, sh
     config = trapped(corpus, tmp_path, "", 3, rank=0, at_call=1, killed=True, once=str(tmp_path / "fired"))
     file = written(config.model_copy(update={"train": config.train.model_copy(update={"steps": 100000})}), tmp_path)
     with shell.start(
-        ["-m", "meshwright.launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         assert process.stderr is not None and "restart 1 of 3" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)

@@ -9,9 +9,9 @@ import pytest
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
-from meshwright.launch.pool import RankError, RankPool
-from meshwright.launch.work import check
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankError, RankPool
+from meshwright_launch.work import check
 from tests.end_to_end.driving import LATER, changed, lines, train
 from tests.end_to_end.test_shared_experts import LLAMA, of_layout
 from tests.support.errors import has_code

@@ -20,10 +20,10 @@ import pytest
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig, parse
 from meshwright.errors import UserError
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.run.directory import run_directory
 from meshwright.run.lock import FILE, RunLock
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.end_to_end.driving import (
     LATER,
     changed,
@@ -243,7 +243,7 @@ def test_an_unmounted_file_system_ends_the_run(corpus: Path, tmp_path: Path, poo
 def test_from_the_shell_with_the_logs_of_the_ranks(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     config = slow_run(corpus, tmp_path / "runs", "dp2")
     with shell.start(
-        ["-m", "meshwright.launch", "train", written(config, tmp_path)], stderr=subprocess.PIPE
+        ["-m", "meshwright_launch", "train", written(config, tmp_path)], stderr=subprocess.PIPE
     ) as process:
         metrics = run_directory(config) / "metrics.jsonl"
         deadline_s = time.monotonic() + LIMIT_S

@@ -20,7 +20,6 @@ from meshwright.checkpoint import find, open_checkpoint
 from meshwright.checkpoint.files import DELETED_SUFFIX
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import CheckpointError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import NOT_WRITTEN, Parts
@@ -28,6 +27,7 @@ from meshwright.run import saving
 from meshwright.run.directory import run_directory
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import differing, layout, run_config, size, tensors
 
 LIMIT_S = 60.0

@@ -12,10 +12,10 @@ import pytest
 import meshwright.run.saving
 from meshwright.checkpoint import find
 from meshwright.config import Checkpoint, RunConfig
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.end_to_end.driving import LATER, layout, run_config, size, train
 
 MINUTE_S, STEPS = 60.0, 9

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import CheckpointError
-from meshwright.launch.pool import RankPool
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
 
 

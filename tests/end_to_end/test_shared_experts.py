@@ -15,11 +15,11 @@ from meshwright.build import build
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import DriftError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.watch.drift import check_drift
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
     differing,
     exact_losses,
@@ -36,7 +36,7 @@ from tests.end_to_end.test_use import evaluated
 
 LLAMA = {"vocab_size": 512, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
 LLAMA |= {"max_sequence_length": 32, "moe": {"num_experts": 4, "top_k": 2}}  # type: ignore[dict-item]
-MODEL = {"builder": "meshwright.models.llama:build", "options": LLAMA}
+MODEL = {"builder": "meshwright_models.llama:build", "options": LLAMA}
 
 
 def of_layout(corpus: Path, runs: Path, text: str, steps: int = 2, **optimizer: Any) -> RunConfig:
@@ -107,7 +107,7 @@ def test_a_run_whose_rank_is_killed_resumes_with_any_ep(
         return run_config(corpus, runs, parallel=layout(f"dp2,pp2,tp2,ep{ep},sequence"), **keys)
 
     killed = of_ep(4, tmp_path / "runs")
-    done = shell.run("-m", "meshwright.launch", "train", written(killed, tmp_path), "--trust-code")
+    done = shell.run("-m", "meshwright_launch", "train", written(killed, tmp_path), "--trust-code")
     assert done.returncode and "rank 5 was ended by SIGKILL" in done.stderr, done.stderr
     assert find(run_directory(killed))[0].step == 2
     for ep in (4, 2, 1):

@@ -19,14 +19,14 @@ from meshwright.build import build
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig, parse
 from meshwright.errors import Preempted
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import STOP
 from meshwright.run.directory import run_directory
 from meshwright.step import take_step
 from meshwright.system.process import SIGNALS, StopRequest
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.end_to_end.driving import (
     differing,
     exact_losses,
@@ -146,7 +146,7 @@ def stopped(
 ) -> None:
     """Train, send the signals a while after the second step, and look at what is left."""
     process = shell.start(
-        ["-m", "meshwright.launch", "train", written(config, directory)],
+        ["-m", "meshwright_launch", "train", written(config, directory)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
@@ -233,6 +233,6 @@ def test_a_signal_after_the_end_changes_nothing(corpus: Path, tmp_path: Path, sh
     shell.environment |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shell.environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
     config = run_config(corpus, tmp_path)
-    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert shell.run("-c", "pass").returncode == -signal.SIGUSR2, "the signal is sent"

@@ -11,8 +11,8 @@ import torch
 
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankError, RankPool
 from tests.end_to_end.driving import (
     LATER,
     LLAMA,
@@ -198,7 +198,7 @@ def test_moments_in_8_bits_resume_and_are_adamw_s(text: str, corpus: Path, tmp_p
 def test_llama_resumes_too(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     """Another model, uneven stages by hand, gpipe; and three stops instead of one."""
     sections: dict[str, Any] = {
-        "model": {"builder": "meshwright.models.llama:build", "options": LLAMA},
+        "model": {"builder": "meshwright_models.llama:build", "options": LLAMA},
         "parallel": layout("dp2,pp2"),
         "pipeline": {"schedule": "gpipe", "balance": [2, 4]},
     }

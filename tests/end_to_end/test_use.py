@@ -15,24 +15,24 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-import meshwright.tools.inference.sample
+import meshwright.inference.sample
 from meshwright.config import RunConfig, default_world_size
 from meshwright.data.indexed import inspect
 from meshwright.data.token_files import TokenStream
 from meshwright.errors import DataError
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
+from meshwright.inference.choice import SamplingRequest
+from meshwright.inference.corpora import with_corpus
+from meshwright.inference.evaluate import EvaluationJob
+from meshwright.inference.evaluate import check as check_evaluation
+from meshwright.inference.load import config_for, locate
+from meshwright.inference.sample import SAME_TEXT, Sampling, generate, sample
+from meshwright.inference.sample import check as check_sampling
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.terminal.output import visible
-from meshwright.tools.inference.choice import SamplingRequest
-from meshwright.tools.inference.corpora import with_corpus
-from meshwright.tools.inference.evaluate import EvaluationJob
-from meshwright.tools.inference.evaluate import check as check_evaluation
-from meshwright.tools.inference.load import config_for, locate
-from meshwright.tools.inference.sample import SAME_TEXT, Sampling, generate, sample
-from meshwright.tools.inference.sample import check as check_sampling
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
 from tests.support.errors import has_code
@@ -146,11 +146,11 @@ def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypa
     config = check_sampling(asked, 1, 2)
     mesh = open_mesh(Grid(1, 1, 1), "cpu")
     ask = SamplingRequest(("the mesh waits. ", "a rank"), 12, seed=3)
-    monkeypatch.setattr(meshwright.tools.inference.sample, "ends_of_document", lambda *_: set())
+    monkeypatch.setattr(meshwright.inference.sample, "ends_of_document", lambda *_: set())
     free = generate(config, mesh, place, ask)
     assert [len(each.ids) for each in free] == [12, 12] and not any(each.ended for each in free)
     end = next(token for token in free[0].ids if token not in free[1].ids)
-    monkeypatch.setattr(meshwright.tools.inference.sample, "ends_of_document", lambda *_: {end})
+    monkeypatch.setattr(meshwright.inference.sample, "ends_of_document", lambda *_: {end})
     first, second = generate(config, mesh, place, ask)
     assert first.ended and first.ids == free[0].ids[: free[0].ids.index(end)]
     assert second == free[1]
@@ -247,14 +247,14 @@ def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Pat
     """By the command itself, and by torchrun: pp 2, as the run has it."""
     run, out = str(run_directory(trained)), tmp_path / "found.json"
     logs = sorted(run_directory(trained).rglob("*"))
-    done = shell.run("-m", "meshwright.launch", "eval", run, "--parallel.dp=1", f"--out={out}")
+    done = shell.run("-m", "meshwright_launch", "eval", run, "--parallel.dp=1", f"--out={out}")
     assert (done.returncode, done.stderr) == (0, "") and "on dp1 x pp2 x tp1" in done.stdout
     logged = [line["validation/loss"] for line in lines(trained) if "validation/loss" in line][-1]
     assert json.loads(out.read_text())["while_training"]["loss"] == pytest.approx(logged, rel=1e-6)
     words = ("sample", run, "--prompt=the mesh", "--temperature=0", "--tokens=12")
-    alone = shell.run("-m", "meshwright.launch", *words)
+    alone = shell.run("-m", "meshwright_launch", *words)
     together = shell.run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright.launch", *words
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch", *words
     )
     assert (alone.returncode, together.returncode) == (0, 0)
     assert alone.stdout == together.stdout and len(alone.stdout) > len("the mesh\n")
@@ -266,7 +266,7 @@ def test_a_reader_that_has_gone_is_no_failure(trained: RunConfig, words: list[st
     """`meshwright eval RUN | head -1`, on ranks of their own."""
     theirs, ours = os.pipe()
     os.close(theirs)
-    said = ["-m", "meshwright.launch", words[0], str(run_directory(trained)), *words[1:], *keys("pp2")]
+    said = ["-m", "meshwright_launch", words[0], str(run_directory(trained)), *words[1:], *keys("pp2")]
     done = Shell(ROOT).run(*said, stdout=ours)
     os.close(ours)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

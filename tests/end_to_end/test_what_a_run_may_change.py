@@ -13,8 +13,8 @@ from meshwright.config import RunConfig
 from meshwright.data import fingerprint
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import CheckpointError
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankError, RankPool
 from tests.end_to_end.driving import GPT2, LLAMA, changed, exact_losses, layout, run_config, tensors, train
 
 
@@ -50,7 +50,7 @@ def refused(pool: RankPool, config: RunConfig) -> str:
 def test_what_is_the_run_itself_is_refused_by_name(begun: RunConfig, pool: RankPool) -> None:
     cases: list[tuple[str, dict[str, dict[str, Any]]]] = [
         (
-            'model.builder was "meshwright.models.gpt2:build" and is "meshwright.models.llama:build"',
+            'model.builder was "meshwright_models.gpt2:build" and is "meshwright_models.llama:build"',
             {"model": {"options": LLAMA}},
         ),
         ("model.options.dropout was 0.1 and is 0.0", {"model": {"options": {**GPT2, "dropout": 0.0}}}),
@@ -59,7 +59,7 @@ def test_what_is_the_run_itself_is_refused_by_name(begun: RunConfig, pool: RankP
         ("run.seed was 1234 and is 7", {"run": {"seed": 7}}),
         ('train.dtype was "float32" and is "float64"', {"train": {"dtype": "float64"}}),
     ]
-    cases[0][1]["model"]["builder"] = "meshwright.models.llama:build"
+    cases[0][1]["model"]["builder"] = "meshwright_models.llama:build"
     for said, sections in cases:
         message = refused(pool, changed(begun, **sections))
         assert said in message and "choose another run.name" in message

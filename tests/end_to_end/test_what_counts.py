@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-import meshwright.models.gpt2
+import meshwright_models.gpt2
 from meshwright.data import fingerprint
 from meshwright.data.order import SampleOrder
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, LATER, initial_weights, layout, lines, run_config, size, tensors, train
 
 LENGTH = 32
@@ -34,7 +34,7 @@ def window(stream: NDArray[np.int64], number: int) -> NDArray[np.int64]:
 
 def plain_loss(directory: Path, windows: Iterable[NDArray[np.int64]], end: int | None) -> float:
     """Mean loss of the saved weights over the labels that count; plain torch, one sample at a time."""
-    model = meshwright.models.gpt2.build(**GPT2).double().eval()
+    model = meshwright_models.gpt2.build(**GPT2).double().eval()
     saved = {name.removeprefix("weights/"): t for name, t in tensors(directory).items() if name.startswith("weights/")}
     assert not model.load_state_dict(saved, strict=False).unexpected_keys
     loss_sum, count = 0.0, 0

@@ -10,8 +10,8 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.data.dataset import open_dataset
 from meshwright.errors import DataError, UserError
-from meshwright.launch.cli import main
-from meshwright.launch.work import check
+from meshwright_launch.cli import main
+from meshwright_launch.work import check
 from tests.support.errors import has_code
 
 

@@ -15,8 +15,8 @@ from meshwright.config import RunConfig
 from meshwright.data.sources import open_sources
 from meshwright.data.stream_source import StreamSource
 from meshwright.errors import DataError
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import changed, exact_losses, train
 from tests.examples.test_streams import config_of
 from tests.support.layouts import samples

@@ -66,7 +66,7 @@ def saved(example: Path, name: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_layouts_agree(example: Path) -> None:
     layouts = ["dp2,pp2,tp2,zero2", "dp2,tp2,zero3", "pp2,tp2,zb_v", "dp4,offload"]
-    command = [sys.executable, "-m", "meshwright.launch", "verify", "own_run.toml", "--layouts", *layouts]
+    command = [sys.executable, "-m", "meshwright_launch", "verify", "own_run.toml", "--layouts", *layouts]
     command += [*(f"--{each}" for each in SIZES)]
     done = subprocess.run(command, cwd=example, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0 and "all 4 layouts agree" in done.stdout, done.stdout + done.stderr

@@ -24,10 +24,10 @@ from meshwright.data.read_ahead import ReadAhead, Steps
 from meshwright.data.sources import Source, describe_source, open_sources
 from meshwright.data.stream_source import StreamSource
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch.pool import RankPool
-from meshwright.launch.python import run_training
 from meshwright.run.directory import run_directory
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_launch.pool import RankPool
+from meshwright_launch.python import run_training
 from tests.end_to_end.driving import GPT2, changed, differing, exact_losses, lines, tensors, train
 from tests.examples import streams
 from tests.support.errors import has_code

@@ -11,10 +11,10 @@ import torch
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import CheckpointError
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.run.directory import run_directory
-from meshwright.tools.verify import default_layouts, parse_layout, traits_of, verify
+from meshwright.verify import default_layouts, parse_layout, traits_of, verify
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankError, RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
 from tests.support.plain import load_plain
 
@@ -57,7 +57,7 @@ def test_running_statistics_that_are_off_are_seen(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference with another momentum: only buffers differ, and verify says which."""
-    from meshwright.tools.verify import run
+    from meshwright.verify import run
 
     plain = run.run_reference
 

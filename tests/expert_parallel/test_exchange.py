@@ -8,11 +8,11 @@ from torch import Tensor
 
 from meshwright.expert_parallel.dispatch import find_route
 from meshwright.expert_parallel.exchange import combine, dispatch
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import expert_group, expert_replicas
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright_launch.pool import RankPool
 
 N, K, E, D = 6, 2, 8, 5
 CHOICES = ("drawn", "one", "few")

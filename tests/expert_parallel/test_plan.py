@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import load, resolve
 from meshwright.errors import ConfigError, MeshError, ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
 from meshwright.mesh.comm import Group
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove
 
@@ -28,7 +28,7 @@ SIZES |= {"num_kv_heads": 2, "ffn_size": 24}
 def llama(moe: dict[str, Any] | None, **parallel: Any) -> Any:
     options = SIZES | ({} if moe is None else {"moe": moe})
     batch = {"micro_batch_size": 1, "chunks": 1}
-    return config_of("meshwright.models.llama:build", options, 8, parallel=parallel, batch=batch)
+    return config_of("meshwright_models.llama:build", options, 8, parallel=parallel, batch=batch)
 
 
 def test_a_rank_has_its_experts_alone() -> None:

@@ -21,9 +21,9 @@ from meshwright.expert_parallel.routing_file import (
     fingerprint_of,
     write_file,
 )
-from meshwright.models.experts import MoE
-from meshwright.models.moe_options import FeedForwards, MoeOptions
 from meshwright.seeding import Draw
+from meshwright_models.experts import MoE
+from meshwright_models.moe_options import FeedForwards, MoeOptions
 from tests.support.errors import has_code
 
 E, K, S, D = 6, 2, 5, 8

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.expert_parallel.plan import apply
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.models.experts import Experts, MoE
-from meshwright.models.router import Router, Routing
 from meshwright.parameters import ParameterInfo
+from meshwright_launch.pool import RankPool
+from meshwright_models.experts import Experts, MoE
+from meshwright_models.router import Router, Routing
 
 
 def two_layers(group: Group, dtype: torch.dtype) -> nn.Sequential:

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.fp8.convert import names_in_fp8
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.build import build_model, configured_model
-from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.verify import layout_config, parse_layout
 from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 
@@ -24,7 +24,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 def config(num_layers: int = 4, hidden_size: int = 32, **train: Any) -> RunConfig:
     sizes = {"vocab_size": 61, "hidden_size": hidden_size, "num_layers": num_layers, "num_heads": 4, "num_kv_heads": 2}
     options = {**sizes, "ffn_size": 48, "max_sequence_length": 8}
-    base = config_of("meshwright.models.llama:build", options, 8)
+    base = config_of("meshwright_models.llama:build", options, 8)
     return base.replace(train={"linear": "fp8", "dtype": "bfloat16", **train})
 
 
@@ -52,7 +52,7 @@ def test_a_linear_at_two_places_is_converted_at_both_or_at_none() -> None:
 
 
 def test_what_a_rule_of_the_users_splits_stays() -> None:
-    model = build_model("meshwright.models.llama:build", config().model.options, 1)
+    model = build_model("meshwright_models.llama:build", config().model.options, 1)
     found = names_in_fp8(model.layers, {"block2.mlp": lambda *args: None}, None)
     assert [name for name in found if name.startswith("block2")] == ["block2.attention.qkv", "block2.attention.out"]
 

@@ -16,12 +16,12 @@ import meshwright.tensor_parallel.fp8_layers
 from meshwright.config import RunConfig
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.quantise import Float8Tensor
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, part, tp_group
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
 

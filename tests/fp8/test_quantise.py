@@ -1,4 +1,4 @@
-"""Codes and scales of rows, against the definition written with a table of values (tools/verify/plain_fp8.py)."""
+"""Codes and scales of rows, against the definition written with a table of values (verify/plain_fp8.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.quantise import dequantise, encode, exponents_of, quantise
 from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
-from meshwright.tools.verify.plain_fp8 import MAGNITUDES, nearest, rounded_rows
+from meshwright.verify.plain_fp8 import MAGNITUDES, nearest, rounded_rows
 from tests.tensor_parallel.ranks_of_tp import drawn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]

@@ -31,7 +31,7 @@ from meshwright.schedule.analysis import Span
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import take_step
 from meshwright.tensor_parallel import megatron
-from meshwright.tools.verify.rank import open_verify_source, run_layout
+from meshwright.verify.rank import open_verify_source, run_layout
 from meshwright.watch.drift import bits, replicated_tensors
 from tests.end_to_end.driving import save, tensors
 from tests.watch.spoiling import Spoil, spoil

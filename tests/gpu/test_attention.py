@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.context_parallel.order import ORDERS
-from meshwright.models.attention import AttentionCore
+from meshwright_models.attention import AttentionCore
 
 DEVICE = os.environ.get("MESHWRIGHT_GPU_TESTS", "cuda")
 pytestmark = [

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from meshwright.config import Launch, Run, RunConfig
-from meshwright.launch.local import launch
 from meshwright.mesh.grid import Grid
 from meshwright.schedule.action import COMPUTE
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES, compare
-from meshwright.tools.verify.rank import merge, run_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES, compare
+from meshwright.verify.rank import merge, run_layout
+from meshwright_launch.local import launch
 from tests.gpu import on_gpu
 from tests.tools.verify.cases import References, model_config, size_for
 

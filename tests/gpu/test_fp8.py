@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.quantise import dequantise, encode, exponents_of, quantise
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import run_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import run_layout
 from tests.tensor_parallel.ranks_of_tp import drawn
 from tests.tools.verify.cases import config_of
 
@@ -67,7 +67,7 @@ def test_kernel_against_emulation(tokens: int, width: int, height: int, on_devic
 
 def test_training_against_emulation(on_device: Callable[..., Any]) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 96}
-    base = config_of("meshwright.models.llama:build", {**sizes, "max_sequence_length": 32}, 32)
+    base = config_of("meshwright_models.llama:build", {**sizes, "max_sequence_length": 32}, 32)
     base = base.replace(train={"linear": "fp8", "dtype": "bfloat16"})
     texts = [layout_config(base, parse_layout("mbs2"), 4, "bfloat16", d).model_dump_json() for d in (DEVICE, "cpu")]
     found, expected = (on_device(run_layout, 0, 1, text, 5, True).losses for text in texts)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from meshwright.config import RunConfig
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.compare import compare, tolerance_of
-from meshwright.tools.verify.rank import merge, run_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.compare import compare, tolerance_of
+from meshwright.verify.rank import merge, run_layout
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.gpu import on_gpu
 from tests.tools.verify.cases import References, config_of, model_config, size_for
@@ -162,7 +162,7 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     config.write_text(
         f"""
         run.directory = "{tmp_path}"
-        model.builder = "meshwright.models.gpt2:build"
+        model.builder = "meshwright_models.gpt2:build"
         model.options = {{ vocab_size = 257, hidden_size = 32, num_layers = 2, num_heads = 2 }}
         data.train = "{tmp_path / "text" / "train"}"
         data.sequence_length = 16
@@ -179,7 +179,7 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path: Path) -> None:
         ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "text" / "train"), "--batches", "2"],
     ]
     for words in commands:
-        program = [sys.executable, "-m", "meshwright.launch", *words]
+        program = [sys.executable, "-m", "meshwright_launch", *words]
         done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 

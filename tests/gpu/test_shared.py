@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from meshwright.config import Launch, Run
-from meshwright.launch.local import launch
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES, compare
-from meshwright.tools.verify.rank import merge
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES, compare
+from meshwright.verify.rank import merge
+from meshwright_launch.local import launch
 from tests.gpu import on_gpu
 from tests.gpu.test_options import DEVICE, base_of, pytestmark
 from tests.tools.verify.cases import References, size_for

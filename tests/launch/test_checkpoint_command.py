@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 from tests.checkpoint.conftest import KINDS, Fake
 from tests.checkpoint.test_checkpoint_hostile import forge
 

@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.config import given_keys
 from meshwright.errors import ConfigError
-from meshwright.launch.arguments.common import size
-from meshwright.launch.cli import main, split_overrides
-from meshwright.launch.drawing import parse_costs
+from meshwright_launch.arguments.common import size
+from meshwright_launch.cli import main, split_overrides
+from meshwright_plan.commands.drawing import parse_costs
 from tests.data.corpora import bytes_tokenizer
 from tests.support.errors import has_code
 
@@ -86,7 +86,7 @@ def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[s
 def test_the_mesh_is_drawn_without_torch(small: str) -> None:
     script = f"""
 import sys
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 code = main(["mesh", {small!r}, "--nodes", "2", "--devices-per-node", "4"])
 heavy = {{"torch", "numpy", "matplotlib", "wandb"}} & sys.modules.keys()
 assert not heavy, heavy
@@ -161,7 +161,7 @@ def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.Captu
 def test_a_word_that_is_no_layout_starts_no_rank(
     small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.launch.pool.RankPool", None)
+    monkeypatch.setattr("meshwright_launch.pool.RankPool", None)
     assert main(["verify", small, "--layouts", "dp2", "dp2,banana"]) == 2
     assert "banana" in capsys.readouterr().err
 
@@ -169,7 +169,7 @@ def test_a_word_that_is_no_layout_starts_no_rank(
 def test_layouts_of_two_options_are_all_proven(
     small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshwright.launch.pool.RankPool", None)
+    monkeypatch.setattr("meshwright_launch.pool.RankPool", None)
     assert main(["verify", small, "--layouts", "dp2,banana", "--layouts", "dp2"]) == 2
     assert "banana" in capsys.readouterr().err
 
@@ -215,7 +215,7 @@ def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     words = ["data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", NO_TEXT, "--validation-share", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright.launch", *words],
+        [sys.executable, "-m", "meshwright_launch", *words],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,

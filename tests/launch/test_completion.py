@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.keys import KEYS
-from meshwright.launch.arguments import build_parser
-from meshwright.launch.completion import keys, script, walk_positions
+from meshwright_launch.arguments import build_parser
+from meshwright_launch.completion import keys, script, walk_positions
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
@@ -151,7 +151,7 @@ def test_words_of_keys_are_those_of_the_schema() -> None:
 
 def test_it_is_quick_and_needs_no_torch() -> None:
     program = (
-        "import sys\nfrom meshwright.launch.cli import main\nassert main(['completion', 'bash']) == 0\n"
+        "import sys\nfrom meshwright_launch.cli import main\nassert main(['completion', 'bash']) == 0\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import load
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 from tests.tools.interop.configs import samples
 
 ROOT = Path(__file__).parents[2]

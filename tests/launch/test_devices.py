@@ -9,8 +9,8 @@ import torch
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
-from meshwright.launch.devices import ORDER, VISIBLE, check_devices, choose_devices, num_devices
-from meshwright.launch.forking import preload
+from meshwright_launch.devices import ORDER, VISIBLE, check_devices, choose_devices, num_devices
+from meshwright_launch.forking import preload
 from tests.support.errors import has_code
 
 CONFIG = "configs/demo.toml"
@@ -98,7 +98,7 @@ def test_the_fork_server_checks_for_gpus_by_nvml(
     monkeypatch.delenv(NVML_CHECK)
     if given is not None:
         monkeypatch.setenv(NVML_CHECK, given)
-    monkeypatch.setattr("meshwright.launch.forking.PRELOADED", ())  # slow imports are left out
+    monkeypatch.setattr("meshwright_launch.forking.PRELOADED", ())  # slow imports are left out
     monkeypatch.setattr("meshwright.tensor_parallel.megatron.load_mappings", lambda device: None)
     seen, is_available = [], torch.cuda.is_available
 

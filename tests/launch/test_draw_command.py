@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def small(tmp_path: Path) -> str:
 def test_the_schedule_is_printed_without_torch(small: str) -> None:
     script = f"""
 import sys
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 code = main(["draw", {small!r}, "--pipeline.schedule=gpipe", "--costs", "b=1"])
 heavy = {{"torch", "numpy", "matplotlib", "wandb"}} & sys.modules.keys()
 assert not heavy, heavy

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.cli import main
-from meshwright.tools.planner.calibrate import to_toml
+from meshwright_launch.cli import main
+from meshwright_plan.planner.calibrate import to_toml
 from tests.tools.planner.small import hardware
 
 TAKES_ALL = 24

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from meshwright.errors import MeshError
-from meshwright.launch.environment import (
+from meshwright_launch.environment import (
     Launcher,
     check_port,
     expand_hosts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import CommunicationError
-from meshwright.launch.failure import describe, text_of
+from meshwright_launch.failure import describe, text_of
 
 LOST = [
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:39841"),

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.arguments import build_parser
-from meshwright.launch.arguments.common import load_command
-from meshwright.launch.cli import main, split_overrides
+from meshwright_launch.arguments import build_parser
+from meshwright_launch.arguments.common import load_command
+from meshwright_launch.cli import main, split_overrides
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = re.compile(r"^torchrun (--\S+ )*-m meshwright.launch ")
+TORCHRUN = re.compile(r"^torchrun (--\S+ )*-m meshwright_launch ")
 SRUN = re.compile(r"^srun (--\S+ )*")
 
 

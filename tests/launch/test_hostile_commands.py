@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.arguments import build_parser
-from meshwright.launch.cli import main
+from meshwright_launch.arguments import build_parser
+from meshwright_launch.cli import main
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 30

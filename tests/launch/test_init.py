@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import load
-from meshwright.launch.cli import main
-from meshwright.launch.init import STARTERS, run_name
+from meshwright_launch.cli import main
+from meshwright_launch.init import STARTERS, run_name
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--train.steps=2", "--batch.global_batch=4", "--train.device=cpu", "--optimizer.warmup_steps=1"]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -42,7 +42,7 @@ def test_one_torchrun_on_each_node_meets_at_pod_0(capsys: pytest.CaptureFixture[
     assert name == "run-demo" and jobset["metadata"]["namespace"] == "ours"
     assert jobset["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": name}
     assert {"--nnodes=2", "--nproc-per-node=4", f"--master-addr={name}-nodes-0-0.{name}"} <= set(words)
-    assert words[-5:] == ["-m", "meshwright.launch", "train", DEMO, "--train.device=cuda"]
+    assert words[-5:] == ["-m", "meshwright_launch", "train", DEMO, "--train.device=cuda"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "memory": "64Gi"}
     assert container["workingDir"] == "/work" and container["volumeMounts"][1]["mountPath"] == "/work"
 
@@ -67,7 +67,7 @@ def test_torchrun_takes_its_arguments(capsys: pytest.CaptureFixture[str]) -> Non
 
     words = pods_of(rendered(capsys))["containers"][0]["args"]
     options = get_args_parser().parse_args([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words])
-    assert options.node_rank == 1 and options.module and options.training_script == "meshwright.launch"
+    assert options.node_rank == 1 and options.module and options.training_script == "meshwright_launch"
     assert options.training_script_args == ["train", DEMO]
 
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from meshwright.config import Data, Launch, Run, RunConfig
 from meshwright.errors import ConfigError, DataError, MeshError, NonFiniteError, Preempted, UserError
-from meshwright.launch.failure import RankFailed
-from meshwright.launch.forking import warm_up
-from meshwright.launch.local import launch
 from meshwright.system.process import LISTENING, GiveUp, StopRequest
+from meshwright_launch.failure import RankFailed
+from meshwright_launch.forking import warm_up
+from meshwright_launch.local import launch
 from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
@@ -227,7 +227,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: i
     script = f"""
 import sys
 from pathlib import Path
-from meshwright.launch.local import Interrupted, launch
+from meshwright_launch.local import Interrupted, launch
 from tests.launch.test_local import config, hang
 if __name__ == "__main__":
     try:
@@ -271,7 +271,7 @@ def test_a_signal_while_the_server_starts_is_not_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, lambda signum, frame: came.append(signum))
     try:
-        warm_up(config(tmp_path, 1), "meshwright.launch.work")
+        warm_up(config(tmp_path, 1), "meshwright_launch.work")
         time.sleep(0)  # a handler runs between two instructions
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -14,12 +14,12 @@ import pytest
 
 from meshwright.config import resolve, to_toml, write_snapshot
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch.cli import main
-from meshwright.launch.status import describe
 from meshwright.run.directory import STATUS, check_not_moved, check_own_directory
 from meshwright.tracking.record import StepRecord, to_json
 from meshwright.watch.hang.heartbeat import Heartbeat
 from meshwright.watch.hang.status import RankStatus, Status
+from meshwright_launch.cli import main
+from meshwright_launch.status import describe
 from tests.end_to_end.driving import run_config
 from tests.support.errors import has_code
 

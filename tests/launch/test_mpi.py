@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.errors import MeshError
-from meshwright.launch.environment import Launcher, launch_environment, rank_variables, read_place
+from meshwright_launch.environment import Launcher, launch_environment, rank_variables, read_place
 from tests.launch.test_environment import SRUN
 from tests.support.errors import has_code
 
@@ -111,7 +111,7 @@ CONFIG = """
 [run]
 name = "mpi"
 [model]
-builder = "meshwright.models.gpt2:build"
+builder = "meshwright_models.gpt2:build"
 options = { vocab_size = 32, hidden_size = 16, num_layers = 2, num_heads = 2, max_sequence_length = 8, dropout = 0.0 }
 [data]
 builder = "tests.launch.test_mpi:samples"
@@ -129,7 +129,7 @@ dp = 2
 def started(place: Path, variables: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
     """Start one `meshwright train` with each of these environments, as mpirun does."""
     (place / "a.toml").write_text(CONFIG)
-    words = [sys.executable, "-m", "meshwright.launch", "train", "a.toml"]
+    words = [sys.executable, "-m", "meshwright_launch", "train", "a.toml"]
     plain = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen(words, cwd=place, env=plain | each, **pipes) for each in variables]  # type: ignore[call-overload]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import MeshError, UserError
-from meshwright.launch import cli
-from meshwright.launch.environment import check_rendezvous
-from meshwright.launch.verification import verify
+from meshwright_launch import cli
+from meshwright_launch.environment import check_rendezvous
+from meshwright_launch.verification import verify
 from tests.launch.test_hostile_commands import COMMANDS, minimal
 from tests.support.errors import has_code
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import meshwright
 from meshwright.pipeline.values import MetaMicrobatch
-from meshwright.tools.report.page import page
-from meshwright.tools.report.run import read_run
+from meshwright_plan.report.page import page
+from meshwright_plan.report.run import read_run
 from tests.launch.test_python import made
 
 

@@ -13,18 +13,18 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import meshwright.tools.planner.calibrate as calibrating
+import meshwright_plan.planner.calibrate as calibrating
 from meshwright.config import RunConfig, default_world_size, load
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import check, work
 from meshwright.run.directory import run_directory
-from meshwright.tools.planner.calibrate import DeviceRates, build_hardware, to_toml
-from meshwright.tools.planner.choice import choice_of
-from meshwright.tools.planner.hardware import Link, Rate, read_hardware
-from meshwright.tools.planner.ranking import MEASURED_ERROR_SHARE, TIE_SHARE
-from meshwright.tools.planner.search import BEST
 from meshwright.tracking.jsonl import read_records
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import check, work
+from meshwright_plan.planner.calibrate import DeviceRates, build_hardware, to_toml
+from meshwright_plan.planner.choice import choice_of
+from meshwright_plan.planner.hardware import Link, Rate, read_hardware
+from meshwright_plan.planner.ranking import MEASURED_ERROR_SHARE, TIE_SHARE
+from meshwright_plan.planner.search import BEST
 
 CONFIG = """
 [run]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import calibration
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankPool
+from meshwright_plan.commands import calibration
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankPool
 from tests.launch.test_plan import CONFIG, NO_CORPUS
 
 PLAN = ["--cluster", "h100", "--nodes", "1", "--devices-per-node", "2", "--global-batch", "8"]

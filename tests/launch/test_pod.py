@@ -17,13 +17,13 @@ import yaml
 from torch import Tensor
 
 from meshwright.errors import DataError
-from meshwright.launch.cli import main
-from meshwright.launch.failure import FAILURES, FailureRecord, describe, leave_exit_code, leave_record, read_failures
-from meshwright.launch.restarts import RECURRING_EXIT_CODES, TRANSIENT_EXIT_CODES
+from meshwright_launch.cli import main
+from meshwright_launch.failure import FAILURES, FailureRecord, describe, leave_exit_code, leave_record, read_failures
+from meshwright_launch.restarts import RECURRING_EXIT_CODES, TRANSIENT_EXIT_CODES
 
 CONFIG = """
 run = {{ name = "pod", directory = "{directory}" }}
-model = {{ builder = "meshwright.models.gpt2:build", options = {{ {options} }} }}
+model = {{ builder = "meshwright_models.gpt2:build", options = {{ {options} }} }}
 data = {{ train = "", builder = "tests.launch.test_pod:{data}" }}
 batch = {{ micro_batch_size = 2, chunks = 1 }}
 train = {{ steps = 50, device = "cpu", validate_steps = 1 }}
@@ -76,9 +76,9 @@ def pod(config: Path, *words: str, nodes: int = 1, node: int = 0, port: int = 0)
     """Start a pod with two ranks on one node, or with one on each of two."""
     torchrun = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--node-rank={node}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port or free_port()}"]
-    run = "import sys; from meshwright.launch.pod import main; sys.exit(main(sys.argv[1:], echo_s=6))"
+    run = "import sys; from meshwright_launch.pod import main; sys.exit(main(sys.argv[1:], echo_s=6))"
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", run, *torchrun, "-m", "meshwright.launch", "train", str(config), *words],
+        [sys.executable, "-P", "-c", run, *torchrun, "-m", "meshwright_launch", "train", str(config), *words],
         env=os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}", "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

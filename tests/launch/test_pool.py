@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshError
-from meshwright.launch.pool import RankError, RankPool, RankTimeout
+from meshwright_launch.pool import RankError, RankPool, RankTimeout
 
 ROOT = Path(__file__).parents[2]
 
@@ -191,7 +191,7 @@ def alive(pid: int) -> bool:
 def test_workers_die_with_a_killed_parent() -> None:
     script = """
 import os, signal
-from meshwright.launch.pool import RankPool
+from meshwright_launch.pool import RankPool
 from tests.launch.test_pool import hang, os_pid
 pool = RankPool(3)
 print(*pool.run(os_pid, 3), flush=True)

@@ -21,11 +21,11 @@ from torch import Tensor
 import meshwright
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.errors import CallbackError, ConfigError, DataError, LockError
-from meshwright.launch.failure import RankFailed
-from meshwright.launch.python import OpenRun
-from meshwright.tools.report.page import page
-from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
+from meshwright_launch.failure import RankFailed
+from meshwright_launch.python import OpenRun
+from meshwright_plan.report.page import page
+from meshwright_plan.report.run import read_run
 from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def made(directory: Path, **sections: Mapping[str, Any]) -> meshwright.RunConfig
     """A small GPT on random tokens of the test's dataset."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "own", "directory": str(directory)},
-        "model": {"builder": "meshwright.models.gpt2:build", "options": MODEL},
+        "model": {"builder": "meshwright_models.gpt2:build", "options": MODEL},
         "data": {"train": "", "builder": "tests.launch.test_python:tokens"},
         "batch": {"micro_batch_size": 2, "chunks": 2},
         "train": {"steps": STEPS, "device": "cpu", "dtype": "float64", "validate_steps": 1},
@@ -352,7 +352,7 @@ def test_import_needs_no_torch() -> None:
 
 
 def test_the_names_for_type_checkers_are_those_at_run_time() -> None:
-    tree = ast.parse((ROOT / "framework" / "__init__.py").read_text())
+    tree = ast.parse((ROOT / "framework" / "meshwright" / "__init__.py").read_text())
     (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     typed = [
         (node.module, each.name, each.asname)

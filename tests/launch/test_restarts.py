@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CommunicationError, DataError, NonFiniteError, Preempted
-from meshwright.launch.failure import RankFailed, build_error, describe, write_failure
-from meshwright.launch.failure import read_failures as notes
-from meshwright.launch.restarts import (
+from meshwright_launch.failure import RankFailed, build_error, describe, write_failure
+from meshwright_launch.failure import read_failures as notes
+from meshwright_launch.restarts import (
     GIVEN_UP_EXIT_CODE,
     find_stop_reason,
     is_transient,

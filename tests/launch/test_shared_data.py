@@ -13,9 +13,9 @@ from torch import Tensor
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import DataError
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import check_data, open_run_mesh
 from meshwright.mesh.mesh import close_mesh
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import check_data, open_run_mesh
 from tests.end_to_end.driving import GPT2
 
 

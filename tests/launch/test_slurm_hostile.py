@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "configs" / "demo.toml").read_text()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.launch.cli import main
-from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, job_name, measure_lead
-from meshwright.launch.slurm_values import read_prologue, seconds_of
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord, to_json
+from meshwright_launch.cli import main
+from meshwright_launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, job_name, measure_lead
+from meshwright_launch.slurm_values import read_prologue, seconds_of
 from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_what_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         "requeue": "",
         "signal": f"USR2@{UNKNOWN_LEAD_S}",
     }
-    assert f"-m meshwright.launch train {DEMO} --train.steps=90\n" in text
+    assert f"-m meshwright_launch train {DEMO} --train.steps=90\n" in text
     assert "printenv" not in text and "env |" not in text
 
 
@@ -80,10 +80,10 @@ def test_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(torchrun)["ntasks-per-node"] == "1" and "--nproc-per-node=4" in torchrun
     seen = script(capsys, "--doctor")
     assert (
-        seen.index("-m meshwright.launch doctor") < seen.index("-m meshwright.launch train") and "ExcNodeList" in seen
+        seen.index("-m meshwright_launch doctor") < seen.index("-m meshwright_launch train") and "ExcNodeList" in seen
     )
     boxed = script(capsys, "--container", "docker://torch:2")
-    assert "\n  --container-image=docker://torch:2 " in boxed and " python3 -m meshwright.launch train" in boxed
+    assert "\n  --container-image=docker://torch:2 " in boxed and " python3 -m meshwright_launch train" in boxed
 
 
 def test_a_container_by_apptainer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,12 +92,12 @@ def test_a_container_by_apptainer(capsys: pytest.CaptureFixture[str]) -> None:
     text = script(capsys, "--container=/images/train.sif", "--runtime=apptainer", "--train.device=cuda")
     inside = f"IN=(apptainer exec --nv --bind {here}:{here},{here}/runs:{here}/runs --pwd {here} /images/train.sif)\n"
     assert inside in text and "container-image" not in text
-    assert f'"${{SRUN[@]}}" "${{IN[@]}}" python3 -m meshwright.launch train {DEMO}' in text
+    assert f'"${{SRUN[@]}}" "${{IN[@]}}" python3 -m meshwright_launch train {DEMO}' in text
     words = ["--runtime=apptainer", "--container=docker://team/train:1", "--mounts=/data,/runs:/out", "--torchrun"]
     text = script(capsys, *words, "--doctor", "--train.device=cpu")
     assert f"IN=(apptainer exec --bind /data,/runs:/out --pwd {here} docker://team/train:1)\n" in text
     assert '_ "${IN[@]}" python3 -m torch.distributed.run' in text
-    assert '"${SRUN[@]}" "${IN[@]}" python3 -m meshwright.launch doctor' in text
+    assert '"${SRUN[@]}" "${IN[@]}" python3 -m meshwright_launch doctor' in text
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE
 from meshwright.run.directory import run_directory
 from meshwright.system.process import FileLock
 from meshwright.tracking.jsonl import read_records
+from meshwright_launch.restarts import GIVEN_UP_EXIT_CODE
 from tests.end_to_end.driving import layout, run_config, with_own_samples
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -73,7 +73,7 @@ def training(shell: Shell, tmp_path: Path, restarts: int = 0, **parallel: Any) -
     shell.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as for a cluster
     metrics = run_directory(config) / "metrics.jsonl"
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with shell.start(["-m", "meshwright.launch", "train", written(config, tmp_path)], **how) as process:
+    with shell.start(["-m", "meshwright_launch", "train", written(config, tmp_path)], **how) as process:
         wait_for_a_step(process, metrics)
         try:
             yield process
@@ -136,12 +136,12 @@ def test_a_local_run_listens_on_loopback_and_survives_strangers(
     assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
     for name in left:
         os.utime(here / name, (1, 1))
-    done = shell.run("-c", "from meshwright.launch.leftovers import remove_leftovers; remove_leftovers()")
+    done = shell.run("-c", "from meshwright_launch.leftovers import remove_leftovers; remove_leftovers()")
     assert done.returncode == 0 and temporary(here) == [], done.stderr
 
 
 def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.launch import leftovers
+    from meshwright_launch import leftovers
 
     monkeypatch.setattr(leftovers, "_temporary_directory", lambda: tmp_path)
     monkeypatch.setattr(leftovers, "_own", {})

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import PACKAGES, SOURCE_ROOTS, files
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-FOLDERS = ("framework", "models", "launch", "configs", "examples", "docs")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+FOLDERS = (*SOURCE_ROOTS, "configs", "examples", "docs")
 
 
 def run(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in FOLDERS:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     out, unpacked = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("sdist")
-    make = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+    make = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
     run(sys.executable, "-c", make, unpacked, cwd=place)
     (sdist,) = unpacked.glob("*.tar.gz")
     run(
@@ -82,7 +84,7 @@ def test_init_train_and_verify_in_an_empty_directory(environment: Path, tmp_path
 
 def test_a_page_that_a_message_names_is_where_it_says(environment: Path, tmp_path: Path) -> None:
     """Messages name pages of docs/, which a folder without a checkout does not have."""
-    told = "import meshwright.launch.jobs as jobs; print(jobs.places_of_pages('see docs/models.md, docs/no.md'))"
+    told = "import meshwright_launch.jobs as jobs; print(jobs.places_of_pages('see docs/models.md, docs/no.md'))"
     place = run(environment / "python", "-c", told, cwd=tmp_path).stdout.strip().removeprefix("docs/models.md is ")
     assert Path(place).is_relative_to(environment.parent)
     assert Path(place).read_text() == (ROOT / "docs" / "models.md").read_text()
@@ -92,24 +94,22 @@ def test_files_that_are_no_code_are_in_it(wheel: Path) -> None:
     def of(root: Path, pattern: str, package: str) -> set[str]:
         return {f"{package}/{path.relative_to(root).as_posix()}" for path in root.glob(pattern)}
 
-    wanted = of(ROOT / "launch", "templates/*", "meshwright/launch") | of(
-        ROOT / "configs", "**/*.toml", "meshwright/configs"
-    )
-    wanted |= of(ROOT / "framework", "**/tables/*", "meshwright") | of(ROOT / "docs", "**/*.md", "meshwright/docs")
+    wanted = of(ROOT / "configs", "**/*.toml", "meshwright/configs") | of(ROOT / "docs", "**/*.md", "meshwright/docs")
+    for package, root in PACKAGES.items():
+        for folder in ("templates", "tables"):
+            wanted |= of(ROOT / root / package, f"**/{folder}/*", package)
     assert wanted and wanted <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_it_has_the_packages_and_nothing_else(wheel: Path) -> None:
-    """No tests, no caches, one package; every module of the checkout; the version of pyproject.toml."""
+    """No tests, no caches; every module of the checkout; the version of pyproject.toml."""
     names = zipfile.ZipFile(wheel).namelist()
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert wheel.name == f"meshwright-{version}-py3-none-any.whl" and wheel.stat().st_size < MAX_BYTES
-    assert {name.split("/")[0] for name in names} == {"meshwright", f"meshwright-{version}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, f"meshwright-{version}.dist-info"}
     assert not [name for name in names if name.endswith(".pyc") or "/tests/" in name or "/runs/" in name]
-    folders = {"framework": "meshwright", "models": "meshwright/models", "launch": "meshwright/launch"}
-    for folder, package in folders.items():
-        modules = {f"{package}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
-        assert modules <= set(names), sorted(modules - set(names))
+    modules = {path.relative_to(ROOT).as_posix().partition("/")[2] for path in files()}
+    assert modules <= set(names), sorted(modules - set(names))
 
 
 TYPED = """\

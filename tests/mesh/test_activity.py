@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.activity import Activity, Waits
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.mesh.store import NoteStore
+from meshwright_launch.pool import RankPool
 
 SECONDS = 30.0
 

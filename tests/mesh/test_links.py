@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.links import link_rounds
@@ -13,6 +12,7 @@ from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.schedule.analysis import links_of
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
+from meshwright_launch.pool import RankPool
 
 
 def chain(pp: int) -> set[tuple[int, int]]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from meshwright.errors import CommunicationError
 from meshwright.mesh.messages import decode, encode
 from tests.support.errors import has_code
+from tests.support.sources import files
 
 ROOT = Path(__file__).parents[2]
 plain = st.recursive(
@@ -95,10 +96,10 @@ def test_a_pickle_is_no_message(tmp_path: Path) -> None:
 
 
 PICKLES = {
-    "launch/pool.py": "parent and child over a pipe that is inherited, of which no third process has an end",
-    "launch/worker.py": "the child's end of that pipe",
-    "framework/data/worker_process.py": "rank and worker process over two such pipes (data.processes)",
-    "framework/data/worker_main.py": "the worker's ends of those pipes",
+    "launch/meshwright_launch/pool.py": "parent and child over an inherited pipe, of which no third process has an end",
+    "launch/meshwright_launch/worker.py": "the child's end of that pipe",
+    "framework/meshwright/data/worker_process.py": "rank and worker process over two such pipes (data.processes)",
+    "framework/meshwright/data/worker_main.py": "the worker's ends of those pipes",
 }
 UNPICKLES = re.compile(
     r"\bpickle\b|(?<!lookup)_object\(|_object_list\(|torch\.load\(|\bmarshal\b|\bshelve\b|allow_pickle=True"
@@ -109,8 +110,7 @@ def test_nothing_else_unpickles() -> None:
     """What comes from another rank, a file or a socket is JSON or a tensor."""
     found = {
         str(file.relative_to(ROOT))
-        for room in ("framework", "launch", "models")
-        for file in (ROOT / room).rglob("*.py")
+        for file in files()
         if UNPICKLES.search("\n".join(line.partition("#")[0] for line in _code(file)))
     }
     assert found == set(PICKLES)

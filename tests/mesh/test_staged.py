@@ -7,12 +7,12 @@ import torch
 
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Transfer
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.step import take_step
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
 
@@ -21,7 +21,7 @@ def config(**parallel: int) -> RunConfig:
     options = {**SIZES, "max_sequence_length": 16}
     found = RunConfig.model_validate(
         {
-            "model": {"builder": "meshwright.models.llama:build", "options": options},
+            "model": {"builder": "meshwright_models.llama:build", "options": options},
             "data": {"train": "random", "sequence_length": 16},
             "batch": {"micro_batch_size": 1, "global_batch": 4},
             "parallel": parallel,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright_launch.pool import RankPool
 
 
 def limits_of_groups(rank: int, world_size: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.mesh.turns import Turns
-from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
+from meshwright_plan.dryrun.cuda.library import compile_library, find_compiler
 
 
 def keep() -> Callable[[], None]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model, configured_model
-from meshwright.tools.verify import parse_layout
-from meshwright.tools.verify.run import verify
+from meshwright.verify import parse_layout
+from meshwright.verify.run import verify
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import References, config_of, prove
 
 OWN = "tests.support.own_values:build"

@@ -9,12 +9,12 @@ import torch
 
 from meshwright.build import build
 from meshwright.config import RunConfig, batch_numbers
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 
 STEPS = 3
 
@@ -76,17 +76,17 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
 @pytest.mark.parametrize(
     ("builder", "layout"),
     [
-        ("meshwright.models.gpt2:build", "dp1"),
-        pytest.param("meshwright.models.gpt2:build", "dp2,pp2,tp2", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.gpt2:build", "pp2,zb_h1", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "dp2,pp2,zb_h1,full,zero3", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_v", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "pp2,zb_v,fp8", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "cp2", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "cp2,heads", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "cp2,documents", marks=pytest.mark.torture),
-        pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_h1,fp8", marks=pytest.mark.torture),
+        ("meshwright_models.gpt2:build", "dp1"),
+        pytest.param("meshwright_models.gpt2:build", "dp2,pp2,tp2", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "pp2,tp2,sequence", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.gpt2:build", "pp2,zb_h1", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "dp2,pp2,zb_h1,full,zero3", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "pp2,tp2,sequence,zb_v", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "pp2,zb_v,fp8", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "cp2", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "cp2,heads", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "cp2,documents", marks=pytest.mark.torture),
+        pytest.param("meshwright_models.llama:build", "pp2,tp2,sequence,zb_h1,fp8", marks=pytest.mark.torture),
     ],
 )
 def test_compiled_layers_give_the_same_numbers(pool: RankPool, builder: str, layout: str) -> None:

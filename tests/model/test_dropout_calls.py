@@ -11,8 +11,8 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import StepFeed
 from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
-from meshwright.tools.verify.layouts import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.layouts import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
 from tests.tools.verify.cases import config_of
 
 P = 0.5

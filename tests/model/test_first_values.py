@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.model import builder_run
 from meshwright.model.build import PlainModel, build_model, materialise
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.initial import initial_problems
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.initial import initial_problems
+from meshwright_launch.pool import RankPool
 from tests.support import arguments, own_values
 from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove

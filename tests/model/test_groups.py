@@ -9,10 +9,10 @@ import pytest
 
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import configured_model
 from meshwright.model.groups import assign_groups
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_launch.pool import RankPool
 from tests.launch.test_python import made
 from tests.support.errors import has_code
 

@@ -33,7 +33,7 @@ def config_of(builder: str, options: dict[str, Any], **sections: Any) -> RunConf
 
 
 def matrices_of(builder: str, **options: Any) -> dict[str, tuple[int, ...]]:
-    return configured_model(config_of(f"meshwright.models.{builder}:build", options)).matrices
+    return configured_model(config_of(f"meshwright_models.{builder}:build", options)).matrices
 
 
 def test_gpt2() -> None:
@@ -103,7 +103,7 @@ def test_t5(gated: bool) -> None:
 
 def test_the_rows_of_q_are_those_that_attention_reads_as_q() -> None:
     """The declaration against the forward's own view, for grouped queries."""
-    model = configured_model(config_of("meshwright.models.llama:build", {**SIZES, "num_kv_heads": 2, "ffn_size": 24}))
+    model = configured_model(config_of("meshwright_models.llama:build", {**SIZES, "num_kv_heads": 2, "ffn_size": 24}))
     name = "block0.attention.qkv.weight"
     rows = torch.arange(32)[:, None]
     groups = rearrange(rows, "(g r d) one -> g r d one", g=2, r=4)  # two queries, a key and a value
@@ -121,13 +121,13 @@ def test_a_model_without_a_declaration() -> None:
 
 
 def test_other_optimizers_have_none() -> None:
-    config = config_of("meshwright.models.gpt2:build", SIZES, optimizer={"name": "adamw"})
+    config = config_of("meshwright_models.gpt2:build", SIZES, optimizer={"name": "adamw"})
     assert configured_model(config).matrices == {}
 
 
 def test_frozen_weights_have_none() -> None:
     groups = [{"names": ["block0.mlp.*"], "frozen": True}]
-    config = config_of("meshwright.models.gpt2:build", SIZES, model={"parameter_groups": groups})
+    config = config_of("meshwright_models.gpt2:build", SIZES, model={"parameter_groups": groups})
     assert sorted(configured_model(config).matrices) == ["block0.attention.out.weight", "block0.attention.qkv.weight"]
 
 
@@ -178,5 +178,5 @@ def test_declarations_that_fit_no_model_are_refused(matrices: Any, code: str, sa
 def test_mup_is_for_adamw() -> None:
     options = {**SIZES, "mup_base_size": 8}
     with pytest.raises(ModelError, check=has_code("MW-MODEL-043")) as caught:
-        configured_model(config_of("meshwright.models.gpt2:build", options))
+        configured_model(config_of("meshwright_models.gpt2:build", options))
     assert caught.value.code == "MW-MODEL-043" and "has an eps_factor" in caught.value.message

@@ -13,10 +13,10 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.model.build import build_model
 from meshwright.seeding import SeededDropout
-from meshwright.tools.verify import layout_config, parse_layout, run_layout, verify
+from meshwright.verify import layout_config, parse_layout, run_layout, verify
+from meshwright_launch.pool import RankError, RankPool
 from tests.support import builders
 from tests.support.errors import has_code
 
@@ -80,7 +80,7 @@ def test_an_unknown_option() -> None:
 def test_text_for_a_flag_is_refused() -> None:
     """``--model.options.tied=no`` is text, which Python takes for true."""
     options = {"vocab_size": 17, "hidden_size": 8, "num_heads": 2, "num_layers": 1, "max_sequence_length": 8}
-    assert "model.options.tied = 'no': give true or false" in said("meshwright.models.gpt2:build", **options, tied="no")
+    assert "model.options.tied = 'no': give true or false" in said("meshwright_models.gpt2:build", **options, tied="no")
 
 
 def test_an_option_like_no_other() -> None:
@@ -91,13 +91,13 @@ def test_an_option_like_no_other() -> None:
 
 
 def test_a_missing_option() -> None:
-    message = said("meshwright.models.llama:build", vocab_size=17, num_heads=2, num_kv_heads=2, num_layers=1)
-    assert "model.options.hidden_size is missing: meshwright.models.llama:build needs it" in message
+    message = said("meshwright_models.llama:build", vocab_size=17, num_heads=2, num_kv_heads=2, num_layers=1)
+    assert "model.options.hidden_size is missing: meshwright_models.llama:build needs it" in message
     assert "model.options.ffn_size is missing" in message, "all problems at once"
 
 
 def test_missing_options_are_told_beside_unknown_ones() -> None:
-    message = said("meshwright.models.llama:build", hiden_size=8, ffn_size=8, num_heads=2, num_kv_heads=2, num_layers=1)
+    message = said("meshwright_models.llama:build", hiden_size=8, ffn_size=8, num_heads=2, num_kv_heads=2, num_layers=1)
     assert "model.options.hiden_size" in message and "did you mean hidden_size?" in message
     assert "model.options.vocab_size is missing" in message and "model.options.hidden_size is missing" in message
 
@@ -174,7 +174,7 @@ def test_logits_of_the_wrong_shape(layout: str) -> None:
 @pytest.mark.parametrize("option", [{"label_smoothing": 1.0}, {"z_loss": -1e-4}, {"z_loss": "small"}])
 def test_options_of_the_loss_that_mean_nothing(option: dict[str, Any]) -> None:
     sizes = {"vocab_size": 17, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_sequence_length": 6}
-    message = said("meshwright.models.gpt2:build", **sizes, **option)
+    message = said("meshwright_models.gpt2:build", **sizes, **option)
     ((name, value),) = option.items()
     assert f"model.{name} = {value!r}: it is a number, at least 0" in message
 
@@ -191,7 +191,7 @@ def test_a_value_that_is_no_tensor() -> None:
 
 def test_more_tokens_than_positions() -> None:
     message = said(
-        "meshwright.models.gpt2:build", vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, max_sequence_length=4
+        "meshwright_models.gpt2:build", vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, max_sequence_length=4
     )
     assert "6 tokens" in message and "4 positions" in message and "max_sequence_length" in message
 
@@ -201,7 +201,7 @@ def test_more_tokens_than_positions() -> None:
 
 def test_parameters_are_on_meta_and_buffers_are_real() -> None:
     options = {"vocab_size": 17, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 16}
-    model = build_model("meshwright.models.llama:build", options, 0)
+    model = build_model("meshwright_models.llama:build", options, 0)
     assert all(parameter.is_meta for parameter in model.layers.parameters())
     buffers = dict(model.layers.named_buffers())
     assert buffers and not any(buffer.is_meta for buffer in buffers.values())
@@ -231,7 +231,7 @@ def test_a_linear_s_weights_are_torch_s_own() -> None:
 
 def test_dropouts_are_seeded_by_name() -> None:
     options = {"vocab_size": 17, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
-    model = build_model("meshwright.models.gpt2:build", options, 0)
+    model = build_model("meshwright_models.gpt2:build", options, 0)
     dropouts = {name: m for name, m in model.layers.named_modules() if "dropout" in type(m).__name__.lower()}
     assert len(dropouts) == 7 and all(type(m) is SeededDropout for m in dropouts.values())
     assert all(m.name == name for name, m in dropouts.items() if isinstance(m, SeededDropout))

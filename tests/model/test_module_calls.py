@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import meshwright.pipeline.plan.describe
 from meshwright.blueprint import draw_blueprint
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.plain_adapter import use_adapters
-from meshwright.tools.verify.plain_fp8 import use_fp8
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.plain_adapter import use_adapters
+from meshwright.verify.plain_fp8 import use_fp8
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove
 

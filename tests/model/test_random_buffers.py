@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import References, config_of, prove
 
 BUILDER = "tests.model.test_random_buffers:build"

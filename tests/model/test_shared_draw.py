@@ -10,13 +10,13 @@ import torch
 
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model import shared_draw
 from meshwright.model.build import PlainModel
 from meshwright.model.shared_draw import assign_draws
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
 
@@ -55,9 +55,9 @@ def drawn(rank: int, world_size: int, text: str, shared_from: int) -> tuple[dict
     return weights, names
 
 
-LLAMA = {"builder": "meshwright.models.llama:build", "options": {**SIZES, "max_sequence_length": 16}}
+LLAMA = {"builder": "meshwright_models.llama:build", "options": {**SIZES, "max_sequence_length": 16}}
 TIED = {
-    "builder": "meshwright.models.gpt2:build",
+    "builder": "meshwright_models.gpt2:build",
     "options": {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16},
 }
 

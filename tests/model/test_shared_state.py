@@ -15,7 +15,7 @@ from meshwright.errors import ModelError
 from meshwright.model.build import build_model, configured_model
 from meshwright.seeding import seed_dropouts
 from meshwright.tensor_parallel.plan import apply
-from meshwright.tools.verify.layouts import layout_config, parse_layout
+from meshwright.verify.layouts import layout_config, parse_layout
 from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import lonely_group
 from tests.tools.verify.cases import config_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
-from meshwright.models import decoder, gpt2, llama
+from meshwright_models import decoder, gpt2, llama
 from tests.support.errors import has_code
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79], [32, 38, 46, 26, 43, 38, 1, 2]])
@@ -201,14 +201,14 @@ def test_dropout_of_attention_is_its_own() -> None:
         ({"rotary_share": 0.2}, "got 1: rotary_share=0.2 of head_dim=8"),
         ({"rotary_share": 1.5}, "rotary_share=1.5 must be above 0 and at most 1"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
-        ({"activation": "gelu"}, "model.options.activation: meshwright.models.decoder:build does not take it"),
+        ({"activation": "gelu"}, "model.options.activation: meshwright_models.decoder:build does not take it"),
         ({"ffn_size": None}, "ffn_size"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
     given = {key: value for key, value in (SIZES | {"ffn_size": 44} | options).items() if value is not None}
     with pytest.raises(ModelError, check=has_code("MW-MODEL-001", "MW-MODEL-003")) as caught:
-        build_model("meshwright.models.decoder:build", given, 0)
+        build_model("meshwright_models.decoder:build", given, 0)
     assert said in str(caught.value)
 
 

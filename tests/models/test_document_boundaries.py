@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import gpt2, llama
-from meshwright.models.attention import positions_of
+from meshwright_models import gpt2, llama
+from meshwright_models.attention import positions_of
 
 LENGTHS = [3, 1, 7, 5]
 VOCAB = 29

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.models.equal_scores import OF_EXPERTS, OF_TOKENS, choice_gap, highest
-from meshwright.models.expert_balance import Balance
-from meshwright.models.expert_capacity import capacity_gap, within_capacity
-from meshwright.models.router import Router, Routing
+from meshwright_models.equal_scores import OF_EXPERTS, OF_TOKENS, choice_gap, highest
+from meshwright_models.expert_balance import Balance
+from meshwright_models.expert_capacity import capacity_gap, within_capacity
+from meshwright_models.router import Router, Routing
 
 B, S, D, E, K = 3, 24, 16, 6, 2
 NOISE = {torch.float64: 1e-15, torch.float32: 1e-6}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.models.equal_scores import OF_EXPERTS
-from meshwright.models.expert_balance import Balance, count_tokens, loss_sum
-from meshwright.models.moe_options import moe_of
-from meshwright.models.router import Router, Routing, unchanged
+from meshwright_models.equal_scores import OF_EXPERTS
+from meshwright_models.expert_balance import Balance, count_tokens, loss_sum
+from meshwright_models.moe_options import moe_of
+from meshwright_models.router import Router, Routing, unchanged
 
 B, S, D, E, K = 3, 5, 6, 4, 2
 

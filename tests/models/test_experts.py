@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import llama
-from meshwright.models.experts import Experts, MoE
-from meshwright.models.router import Router, Routing
+from meshwright_models import llama
+from meshwright_models.experts import Experts, MoE
+from meshwright_models.router import Router, Routing
 
 D = 12
 

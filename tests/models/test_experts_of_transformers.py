@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.models import llama
+from meshwright_models import llama
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79], [32, 38, 46, 26, 43, 38, 1, 2]])
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_sequence_length": 16}

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from meshwright.context_parallel.order import ORDERS
-from meshwright.models import attention, flex
-from meshwright.models.attention import AttentionCore, documents_of
-from meshwright.models.flex import TILE, Case, Form, block_mask, form_of, tiles_of
-from meshwright.models.some_queries import first_seen
 from meshwright.pipeline.pointwise import pointwise_recomputed
 from meshwright.pipeline.split_backward import SplitBackward
+from meshwright_models import attention, flex
+from meshwright_models.attention import AttentionCore, documents_of
+from meshwright_models.flex import TILE, Case, Form, block_mask, form_of, tiles_of
+from meshwright_models.some_queries import first_seen
 
 GPU = Case("cuda", torch.bfloat16, 128, 8192, has_documents=True)
 CPU = Case("cpu", torch.float32, 64, 8192, has_documents=True, reads=True)

@@ -10,7 +10,7 @@ from megatron.core.utils import init_method_normal, scaled_init_method_normal
 from torch import nn
 
 from meshwright.model.build import build_model
-from meshwright.models import gpt2, llama
+from meshwright_models import gpt2, llama
 
 RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 L = 3
@@ -69,7 +69,7 @@ def test_other_rules_for_the_ends_of_residual_branches(build, residual: str, div
 @pytest.mark.parametrize("build", BUILDERS)
 def test_defaults_draw_what_they_always_drew(build) -> None:
     """Weights of runs before these options, by name: their sum and one element."""
-    path = f"meshwright.models.{'gpt2' if build is gpt2_of else 'llama'}:build"
+    path = f"meshwright_models.{'gpt2' if build is gpt2_of else 'llama'}:build"
     options = {"vocab_size": 500, "hidden_size": 64, "num_layers": L, "num_heads": 4}
     if build is llama_of:
         options |= {"num_kv_heads": 2, "ffn_size": 96}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.models import decoder, gpt2, llama, t5
+from meshwright_models import decoder, gpt2, llama, t5
 
 LLAMA3 = [
     (4096, 32, 32, 14336, 8_030_261_248),

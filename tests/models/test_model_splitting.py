@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.models import decoder, gpt2, llama
+from meshwright_models import decoder, gpt2, llama
 
 
 def gpt2_8_heads() -> nn.Sequential:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
-from meshwright.models import decoder, llama
 from meshwright.pipeline.values import cross_entropy, shift_labels, with_heads
+from meshwright_models import decoder, llama
 from tests.support.errors import has_code
 
 DEPTHS, WEIGHT, EPS, BASE = 2, 0.3, 1e-5, 500_000.0
@@ -205,5 +205,5 @@ def test_the_decoder_with_llamas_options_has_the_same_modules() -> None:
 )
 def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, check=has_code("MW-MODEL-003")) as caught:
-        build_model("meshwright.models.decoder:build", SIZES | options, 0)
+        build_model("meshwright_models.decoder:build", SIZES | options, 0)
     assert said in str(caught.value)

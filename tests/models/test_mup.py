@@ -17,13 +17,13 @@ import meshwright
 from meshwright.checkpoint import TensorKind, open_checkpoint
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import configured_model
-from meshwright.models import decoder, gpt2, llama
-from meshwright.models.attention import AttentionCore
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_launch.pool import RankPool
+from meshwright_models import decoder, gpt2, llama
+from meshwright_models.attention import AttentionCore
 from tests.launch.test_python import made, tokens
 from tests.support.errors import has_code
 
@@ -146,7 +146,7 @@ def test_coordinate_check(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(form: str, directory: Path = Path("unused"), **sections: Mapping[str, Any]) -> RunConfig:
     """All 64 samples in each step. An eps as large as the gradients, so that its factor counts."""
-    model = {"builder": f"meshwright.models.{form}:build", "options": OPTIONS[form] | MUP}
+    model = {"builder": f"meshwright_models.{form}:build", "options": OPTIONS[form] | MUP}
     tree: dict[str, Any] = {
         "model": model,
         "batch": {"micro_batch_size": 8, "chunks": 8},
@@ -205,7 +205,7 @@ WRONG = [
 @pytest.mark.parametrize(("options", "optimizer", "said"), WRONG)
 @pytest.mark.parametrize("form", FORMS)
 def test_what_has_no_meaning_is_refused(form: str, options: Any, optimizer: Any, said: str) -> None:
-    model = {"builder": f"meshwright.models.{form}:build", "options": OPTIONS[form] | options}
+    model = {"builder": f"meshwright_models.{form}:build", "options": OPTIONS[form] | options}
     with pytest.raises(ModelError, check=has_code("MW-MODEL-003", "MW-MODEL-036")) as caught:
         configured_model(made(Path("unused"), model=model, optimizer=optimizer))
     assert said in caught.value.message

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from meshwright.models import attention
-from meshwright.models.attention import AttentionCore
+from meshwright_models import attention
+from meshwright_models.attention import AttentionCore
 from tests.pipeline.kept import MadeBytes
 
 LENGTH = 37

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models import decoder, llama, rotary
-from meshwright.models.attention import positions_of, rotate
-from meshwright.models.rotary import Rotary
+from meshwright_models import decoder, llama, rotary
+from meshwright_models.attention import positions_of, rotate
+from meshwright_models.rotary import Rotary
 
 LLAMA31 = llama.RopeScaling(8.0, 1.0, 4.0, 64)
 FREQUENCIES = {

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import t5
-from meshwright.models.t5_layers import T5Attention, T5SelfAttention, T5Sizes
+from meshwright_models import t5
+from meshwright_models.t5_layers import T5Attention, T5SelfAttention, T5Sizes
 
 SAMPLES = {
     "encoder_ids": torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 32], [38, 46, 26, 43, 38, 32, 0, 0, 0]]),

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
-from meshwright.models import t5
 from meshwright.seeding import SeededDropout, seed_dropouts
 from meshwright.tensor_parallel.check import check_plan
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
+from meshwright_launch.pool import RankPool
+from meshwright_models import t5
 from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright.optimizer.eight_bit
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
+from meshwright.optimizer.at_rest import state_bytes
 from meshwright.optimizer.eight_bit import (
     AdamW8bit,
     QuantisedMoment,
@@ -24,7 +25,6 @@ from meshwright.optimizer.eight_bit import (
     with_blocks,
 )
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.tools.at_rest import state_bytes
 from tests.support.errors import has_code
 
 BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-8, 1e-2, 0.1

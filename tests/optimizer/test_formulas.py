@@ -21,9 +21,9 @@ from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.schedule_free import average_weight
 from meshwright.parameters import ParameterInfo
 from meshwright.step import take_step
-from meshwright.tools.verify.layouts import layout_config, parse_layout
-from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.layouts import layout_config, parse_layout
+from meshwright.verify.plain_formulas import PlainLion, PlainScheduleFree
+from meshwright.verify.rank import open_verify_source
 from tests.end_to_end.driving import GPT2
 from tests.tools.verify.cases import config_of
 
@@ -134,7 +134,7 @@ def test_schedule_free_is_its_authors_formula(cut: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("name", "counts_skipped"), [("schedule_free_adamw", False), ("adamw", True)])
 def test_the_rate_after_skipped_steps(name: str, counts_skipped: bool) -> None:
     """The average of schedule-free AdamW weighs a step by its rate: both count the steps that were taken."""
-    config = config_of("meshwright.models.gpt2:build", GPT2, 8).replace(
+    config = config_of("meshwright_models.gpt2:build", GPT2, 8).replace(
         optimizer={"name": name, "schedule": "constant", "learning_rate": 1e-2, "warmup_steps": 10}
     )
     config = layout_config(config, parse_layout(""), 4, "float64")

@@ -11,15 +11,15 @@ import torch
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import RunConfig, load
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import close_mesh
 from meshwright.optimizer import MAX_SCALE, LossScale, can_fall, first_scale, next_scale
 from meshwright.run.resume import resume, saved_scale
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.compare import tolerance_of
-from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
-from meshwright.tools.verify.reference import run_reference
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.compare import tolerance_of
+from meshwright.verify.rank import merge, open_verify_source, run_layout
+from meshwright.verify.reference import run_reference
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import save
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, config_of, model_config, size_for

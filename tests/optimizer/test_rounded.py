@@ -14,7 +14,7 @@ from meshwright.optimizer import ShardLayout, read_states
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.rounded import ShardPlace, round_stochastically, whole_positions
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.tools.verify.plain_rounded import PlainRoundedAdamW
+from meshwright.verify.plain_rounded import PlainRoundedAdamW
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6, state_dtype="bfloat16")
 SEED, STEPS = 7, 3

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.model.meter import Operation, OperationRecorder, StorageRegistry
-from meshwright.models import rotary
+from meshwright_models import rotary
 
 
 class Kept:

@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.offload_copies import HostCopies, StoredActivation
 from meshwright.schedule.build import build as build_schedule
 from meshwright.step import take_step
-from meshwright.tools.dryrun.fake_step import profile_rank
-from meshwright.tools.dryrun.rank_profile import RankProfile
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.reduction_buffers import GLOO
-from meshwright.tools.verify import parse_layout
-from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import parse_layout
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
+from meshwright_plan.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.rank_profile import RankProfile
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.reduction_buffers import GLOO
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
 LENGTH, WIDTH = 16, 32
@@ -39,7 +39,7 @@ def trained(model: str, layout: Layout, sections: dict[str, Any]) -> Tensor:
     """Return the weights after two steps of 4 micro-batches."""
     options: dict[str, Any] = {"vocab_size": 61, "hidden_size": WIDTH, "num_layers": 3, "num_heads": 4, "dropout": 0.1}
     options |= {"num_kv_heads": 2, "ffn_size": 48} if model == "llama" else {"max_sequence_length": LENGTH}
-    config = config_of(f"meshwright.models.{model}:build", options, LENGTH)
+    config = config_of(f"meshwright_models.{model}:build", options, LENGTH)
     config = layout_config(config, layout._replace(micro_batch_size=2), 8, "float32").replace(**sections)
     parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, random_tokens=True), None))
     for _ in range(2):
@@ -86,7 +86,7 @@ def configured(layers: int, offloaded: list[str], **pipeline: Any) -> RunConfig:
     options = {"vocab_size": 64, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 256}
     config = RunConfig.model_validate(
         {
-            "model": {"builder": "meshwright.models.llama:build", "options": options | {"num_layers": layers}},
+            "model": {"builder": "meshwright_models.llama:build", "options": options | {"num_layers": layers}},
             "data": {"train": "in memory", "sequence_length": 256},
             "batch": {"micro_batch_size": 2, "chunks": 2},
             "pipeline": {"offload_activations": offloaded, "balance": "layers", **pipeline},

@@ -11,17 +11,17 @@ from torch import Tensor
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import close_mesh
 from meshwright.run.observers import total_loss
 from meshwright.run.resume import resume
+from meshwright.run.summary import summarise
 from meshwright.schedule.load import format_schedule
 from meshwright.step import take_step
-from meshwright.tools.summary import summarise
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import tolerance_of
-from meshwright.tools.verify.rank import RecordingSource, merge, open_verify_source, run_layout
-from meshwright.tools.verify.reference import run_reference
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import tolerance_of
+from meshwright.verify.rank import RecordingSource, merge, open_verify_source, run_layout
+from meshwright.verify.reference import run_reference
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import save
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, Size, model_config

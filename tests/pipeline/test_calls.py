@@ -15,12 +15,12 @@ import pytest
 import meshwright.pipeline.executor
 from meshwright.build import build
 from meshwright.config import parse
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import config_of
 
 ROOT = Path(meshwright.pipeline.executor.__file__).parents[1]
@@ -61,7 +61,7 @@ def calls_of_a_step(rank: int, world_size: int, text: str) -> dict[str, int]:
 )
 def test_a_step_makes_few_python_calls(layout: Layout, most: int, pool: RankPool) -> None:
     options = {"vocab_size": 16, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_sequence_length": 4}
-    config = config_of("meshwright.models.gpt2:build", options | {"dropout": 0.0}, 4)
+    config = config_of("meshwright_models.gpt2:build", options | {"dropout": 0.0}, 4)
     config = layout_config(config, layout, CHUNKS * layout.dp, "float32")
     ranks = pool.run(calls_of_a_step, layout.size, config.model_dump_json())
     assert sum(sum(found.values()) for found in ranks) <= most * layout.size, ranks

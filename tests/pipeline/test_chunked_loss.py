@@ -9,8 +9,8 @@ from torch import Tensor
 
 from meshwright.pipeline import chunked_loss
 from meshwright.pipeline.values import cross_entropy
-from meshwright.tools.planner.operations import WorkRecorder
-from meshwright.tools.planner.profile import counting_group
+from meshwright_plan.planner.operations import WorkRecorder
+from meshwright_plan.planner.profile import counting_group
 
 N, V = 13, 37
 

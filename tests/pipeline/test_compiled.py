@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.config import RunConfig
 from meshwright.pipeline import compiled
 from meshwright.pipeline.compiled import compile_layers
-from meshwright.tools.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.fake_step import profile_rank
 from tests.tools.dryrun.jobs import configured
 
 

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, causal_share, reference
-from meshwright.models import gpt2, llama, t5
 from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, recompute_parts
+from meshwright_models import gpt2, llama, t5
 from tests.support import builders
 from tests.support.errors import has_code
 
@@ -228,7 +228,7 @@ def test_masks_of_dropouts_are_counted() -> None:
     """Some twenty passes over int64: they cost a model with dropout more than its attention."""
     plain, dropping = (
         count_layers(
-            build_model("meshwright.models.gpt2:build", SMALL | {"dropout": p}, 0).layers, ids(2, 6), ids(2, 6), BY
+            build_model("meshwright_models.gpt2:build", SMALL | {"dropout": p}, 0).layers, ids(2, 6), ids(2, 6), BY
         )
         for p in (0.0, 0.1)
     )
@@ -277,7 +277,7 @@ def test_layers_that_are_alike_are_run_once() -> None:
 
 
 def test_blocks_with_dropouts_of_their_own_names_are_alike() -> None:
-    layers = build_model("meshwright.models.gpt2:build", SMALL | {"num_layers": 3, "dropout": 0.1}, 0).layers
+    layers = build_model("meshwright_models.gpt2:build", SMALL | {"num_layers": 3, "dropout": 0.1}, 0).layers
     costs = count_layers(layers, ids(2, 6), ids(2, 6), BY)
     assert len({cost._replace(name="") for cost in costs[1:4]}) == 1
 

@@ -9,7 +9,6 @@ import pytest
 
 from meshwright.build import build
 from meshwright.config import parse
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import Parts
@@ -17,8 +16,9 @@ from meshwright.pipeline.stage import Stage
 from meshwright.schedule.action import Kind
 from meshwright.schedule.analysis import peak_activations
 from meshwright.step import take_step
-from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.pipeline.kept import KeptBytes
 from tests.tools.verify.cases import config_of
 
@@ -78,7 +78,7 @@ def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
 def config_for(schedule: str, pp: int, chunks: int) -> str:
     options = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2 * pp - 3 if pp > 2 else 1, "num_heads": 2}
     options |= {"max_sequence_length": 4, "dropout": 0.1}
-    config = config_of("meshwright.models.gpt2:build", options, 4)
+    config = config_of("meshwright_models.gpt2:build", options, 4)
     return layout_config(config, Layout(pp=pp, schedule=schedule), chunks, "float32").model_dump_json()
 
 

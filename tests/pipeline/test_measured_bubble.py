@@ -8,15 +8,15 @@ import pytest
 
 from meshwright.build import build
 from meshwright.config import parse
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.timing import RowTimes
 from meshwright.schedule.action import COMPUTE
 from meshwright.schedule.analysis import Costs, bubble_share, simulate
 from meshwright.step import take_step
-from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import config_of
 
 SCHEDULES = ("gpipe", "1f1b", "zb_v")
@@ -40,7 +40,7 @@ def measured(rank: int, world_size: int, configs: list[str]) -> list[tuple[float
 def test_the_measured_bubble_is_that_of_the_whole_pipeline(pool: RankPool) -> None:
     """A rank whose row ends early is idle until the last one ends: 1f1b, pp=2, chunks=4: 1/5, not 1/7."""
     options = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_sequence_length": 4}
-    config = config_of("meshwright.models.gpt2:build", options, 4)
+    config = config_of("meshwright_models.gpt2:build", options, 4)
     configs = [
         layout_config(config, Layout(dp=2, pp=2, schedule=schedule), 8, "float32").model_dump_json()
         for schedule in SCHEDULES

@@ -11,9 +11,9 @@ from torch import Tensor
 from meshwright.build import build
 from meshwright.data.sources import Source
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.step import take_step
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankError, RankPool
 from tests.tools.verify.cases import LATER, VOCAB_SIZE
 from tests.watch.spoiling import LIMIT_S, config_for, opened, size_of
 

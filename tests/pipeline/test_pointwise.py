@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.launch.pool import RankPool
 from meshwright.pipeline.pointwise import PointwiseRecompute, pointwise_recomputed
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.pipeline.kept import MadeBytes
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
 

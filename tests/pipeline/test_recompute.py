@@ -20,8 +20,8 @@ from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import StepFeed
-from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.rank import open_verify_source
 from tests.pipeline.kept import KeptBytes, MadeBytes
 from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
@@ -56,7 +56,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
     options |= {"max_sequence_length": S, "dropout": dropout}
     if model == "llama":
         options["num_kv_heads"] = GROUPS[model]
-    config = config_of(f"meshwright.models.{model}:build", options, S)
+    config = config_of(f"meshwright_models.{model}:build", options, S)
     config = layout_config(config, Layout(recompute=mode, micro_batch_size=B), B, "float32")
     if layers is not None:
         pipeline = config.pipeline.model_copy(update={"recompute_layers": layers})

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import llama
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred
+from meshwright_models import llama
 
 D, V, B, S = 6, 9, 2, 5
 

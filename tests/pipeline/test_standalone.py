@@ -10,7 +10,7 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.errors import ModelError
 from meshwright.model.build import meta_copy
 from meshwright.pipeline.plan.boundaries import run_on_meta
-from meshwright.tools.verify import Layout, layout_config
+from meshwright.verify import Layout, layout_config
 from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 

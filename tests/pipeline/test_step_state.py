@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.buffers import StepState, couples_samples, running_buffers
-from meshwright.tools.verify import Verification, parse_layout, traits_of
-from meshwright.tools.verify.layouts import layout_config
-from meshwright.tools.verify.rank import merge, run_layout
+from meshwright.verify import Verification, parse_layout, traits_of
+from meshwright.verify.layouts import layout_config
+from meshwright.verify.rank import merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.pipeline.counting import Balanced, build
 
 LAYOUTS = ("dp2,pp2,full", "dp2,tp2,sequence,zero3", "pp2,tp2,zb_h1,mbs2", "tp2,sequence,full,mbs2")

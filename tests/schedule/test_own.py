@@ -6,12 +6,12 @@ import pytest
 
 from examples.extend.own_schedule import breadth_first
 from meshwright.errors import ScheduleError
-from meshwright.launch.pool import RankPool
 from meshwright.schedule.action import Placement
 from meshwright.schedule.analysis import Costs, bubble_share, timeline_of
 from meshwright.schedule.build import build
 from meshwright.schedule.load import draw_schedule, lowered_schedule
-from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import References, Size, model_config, prove
 
 EXAMPLE = "examples.extend.own_schedule:breadth_first"

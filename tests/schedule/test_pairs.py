@@ -18,7 +18,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule, parse_schedule
 from meshwright.schedule.lower import lower
 from meshwright.schedule.text import is_pair
-from meshwright.tools.planner.fast_simulation import simulate_fast
+from meshwright_plan.planner.fast_simulation import simulate_fast
 from tests.support.errors import has_code
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -28,7 +28,7 @@ import sys
 sys.modules.update(dict.fromkeys(["torch", "numpy"]))  # whoever imports them fails
 from meshwright.schedule import build, degrees, load, lower
 from meshwright.schedule.analysis import Costs, check, simulate
-from meshwright.tools.picture.text import text
+from meshwright.schedule.drawing import text
 from meshwright.schedule.load import format_schedule, parse_schedule
 for name in build.BUILDERS:
     built = build.build(name, 2, 3, degrees.INTERLEAVES.get(name, [1])[0])

@@ -6,9 +6,9 @@ import pytest
 
 from meshwright.schedule.analysis import Costs, simulate, timeline_of
 from meshwright.schedule.build import build
+from meshwright.schedule.drawing import text
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.picture.text import text
 
 
 def test_a_lowered_schedule_is_drawn_like_the_built_one() -> None:

@@ -12,8 +12,8 @@ from meshwright.schedule.action import COMPUTE, SENDS, Kind
 from meshwright.schedule.analysis import Costs, Reading, timeline_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
-from meshwright.tools.picture.panel import Panel, Unit
-from meshwright.tools.picture.perfetto import chrome_trace
+from meshwright_plan.picture.panel import Panel, Unit
+from meshwright_plan.picture.perfetto import chrome_trace
 from tests.tools.picture.test_figure import INTERLEAVED
 
 COSTS = Costs(comm=0.25, reduce=1, step=1)

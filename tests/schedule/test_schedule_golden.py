@@ -46,9 +46,9 @@ def golden_path(name: str, pp: int, chunks: int, interleave: int) -> Path:
 
 def golden_text(name: str, pp: int, chunks: int, interleave: int) -> str:
     from meshwright.schedule.build import build
+    from meshwright.schedule.drawing import text
     from meshwright.schedule.load import format_schedule
     from meshwright.schedule.lower import lower
-    from meshwright.tools.picture.text import text
 
     built = build(name, pp, chunks, interleave)
     return "\n".join([format_schedule(built), format_schedule(lower(built)), text(built), ""])

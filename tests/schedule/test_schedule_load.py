@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.load import draw_schedule, format_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.verify.layouts import SCHEDULES
+from meshwright.verify.layouts import SCHEDULES
 
 
 def config(**pipeline: Any) -> RunConfig:

@@ -19,7 +19,7 @@ from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.planner.fast_simulation import simulate_fast
+from meshwright_plan.planner.fast_simulation import simulate_fast
 from tests.schedule.sizes import built
 from tests.support.errors import has_code
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models import gpt2
+from meshwright_models import gpt2
 
 
 def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:

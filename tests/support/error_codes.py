@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import meshwright.errors
 from meshwright.errors import UserError
+from tests.support.sources import SOURCE_ROOTS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "errors.md"
@@ -86,14 +87,10 @@ def error_classes() -> set[str]:
 
 def sources() -> Iterator[tuple[str, Path]]:
     """Yield (module, path) of every installed file."""
-    for folder, package in (
-        ("framework", "meshwright"),
-        ("models", "meshwright.models"),
-        ("launch", "meshwright.launch"),
-    ):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            yield ".".join([package, *(part for part in parts if part != "__init__")]), path
+    for root in SOURCE_ROOTS:
+        for path in sorted((ROOT / root).rglob("*.py")):
+            parts = path.relative_to(ROOT / root).with_suffix("").parts
+            yield ".".join(part for part in parts if part != "__init__"), path
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from meshwright.models import llama
+from meshwright_models import llama
 
 V, D, L = 24, 8, 2
 

@@ -11,10 +11,10 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.sources import ROOT, files, module_of
+
 DOCUMENT = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- private names of torch -->\n", "<!-- end -->\n"
-FOLDERS = {"framework": "meshwright", "models": "meshwright.models", "launch": "meshwright.launch"}
 
 SETTLED = {
     "torch.utils._pytree": "trees of tensors",
@@ -43,16 +43,9 @@ OTHERS = {
 """Private names of other packages."""
 
 
-def module_of(path: Path) -> str:
-    """Return the name by which a file of the packages is imported."""
-    folder, *inner = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join([FOLDERS[folder], *(part for part in inner if part != "__init__")])
-
-
 def sources() -> dict[Path, ast.Module]:
     """Return the files of the packages."""
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {path: ast.parse(path.read_text()) for path in paths}
+    return {path: ast.parse(path.read_text()) for path in files()}
 
 
 def own_names(tree: ast.Module) -> set[str]:
@@ -128,9 +121,9 @@ def is_in(versions: str, release: tuple[int, int]) -> bool:
 def table() -> str:
     """Return the tables of docs/install.md."""
     lines = ["| name | versions | file |", "|---|---|---|"]
-    for name, files in sorted(declared().items()):
-        places = ", ".join(f"`{file}`" for file in files)
-        lines.append(f"| `{name}` | {', '.join(sorted(set(files.values())))} | {places} |")
+    for name, found in sorted(declared().items()):
+        places = ", ".join(f"`{file}`" for file in found)
+        lines.append(f"| `{name}` | {', '.join(sorted(set(found.values())))} | {places} |")
     lines += ["", "Private by name alone, and used in several rooms:", "", "| name | what it is |", "|---|---|"]
     lines += [f"| `{name}` | {text} |" for name, text in SETTLED.items()]
     return "\n".join(lines) + "\n"

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.data.sources import example
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.dryrun.fake_step import grid_of
+from meshwright_launch.pool import RankPool
+from meshwright_plan.dryrun.fake_step import grid_of
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]
@@ -94,7 +94,7 @@ def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: 
     return resolve(
         RunConfig.model_validate(
             {
-                "model": {"builder": f"meshwright.models.{model}:build", "options": options},
+                "model": {"builder": f"meshwright_models.{model}:build", "options": options},
                 "data": {"train": "in memory", "sequence_length": 48},
                 "batch": {"micro_batch_size": 2, "chunks": 4},
                 "parallel": {"bucket_bytes": 2**17, **parallel},

@@ -1,6 +1,6 @@
 """Rules of the prose that a program can check: how docstrings open, and words that code cannot do.
 
-python tests/support/prose.py framework/mesh        prints what breaks a rule below a folder, and counts
+python tests/support/prose.py framework/meshwright/mesh        prints what breaks a rule below a folder, and counts
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.sources import ROOT, TRAINER
+
 DOCUMENT = ROOT / "docs" / "read-the-code.md"
 
 READING_PATH = (
@@ -18,7 +19,7 @@ READING_PATH = (
     *("optimizer/flat", "optimizer/learning_rate", "build", "step", "train"),
 )
 
-_ROW = re.compile(r"\[`([\w/]+)`\]\(\.\./framework/[\w/]+\.py\) \| \d+ \|")
+_ROW = re.compile(r"\[`([\w/]+)`\]\(\.\./framework/meshwright/[\w/]+\.py\) \| \d+ \|")
 _TOTAL = re.compile(r"\d+ files, [\d,]+ lines")
 
 
@@ -29,7 +30,7 @@ def count_lines(path: Path) -> int:
 
 def file_of(entry: str) -> Path:
     """Return the file of an entry of the reading path."""
-    return ROOT / "framework" / f"{entry}.py"
+    return TRAINER / f"{entry}.py"
 
 
 def described() -> list[str]:

@@ -5,36 +5,33 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from meshwright.errors import MeshError
-from meshwright.launch.arguments import build_parser
 from meshwright.system.numbers import MAX_INT64, environment_number, job_restarts, whole_number
+from meshwright_launch.arguments import build_parser
 from tests.support.errors import has_code
-
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("framework", "launch", "models")
+from tests.support.sources import ROOT, files
 
 OPENS_BY_ITSELF = {
-    ("framework/system/bounded.py", "os.open"): "the door itself",
-    ("framework/system/atomic.py", "os.open"): "without blocking, to sync",
-    ("framework/system/process.py", "os.open"): "a lock, without blocking, never read",
-    ("framework/run/files.py", "os.open"): "a directory, and a new log",
-    ("framework/run/files.py", ".open('rb')"): "a descriptor of this process that is a regular file",
-    ("framework/tracking/jsonl.py", "os.open"): "metrics.jsonl, after check_run_files",
-    ("framework/tracking/wandb_child.py", "os.open"): "/dev/null",
-    ("framework/tracking/wandb.py", "netrc.netrc"): "after why_unusable",
-    ("framework/config/aliases.py", ".read_text"): "a table of this package",
-    ("framework/tools/planner/hardware.py", ".read_text"): "a table of this package",
-    ("framework/optimizer/offload.py", "torch.from_file"): "a new file of its own",
-    ("framework/data/huggingface.py", "Dataset.from_file"): "after a check of the directory",
-    ("framework/data/prepare/finish.py", "np.memmap"): "of its own work folder",
-    ("framework/data/indexed.py", "np.fromfile"): "after its header was read by the door",
-    ("framework/data/token_files.py", "np.fromfile"): "after its header was read by the door",
-    ("launch/cli.py", "os.open"): "/dev/null",
-    ("launch/rank.py", "os.open"): "a new log",
+    ("framework/meshwright/system/bounded.py", "os.open"): "the door itself",
+    ("framework/meshwright/system/atomic.py", "os.open"): "without blocking, to sync",
+    ("framework/meshwright/system/process.py", "os.open"): "a lock, without blocking, never read",
+    ("framework/meshwright/run/files.py", "os.open"): "a directory, and a new log",
+    ("framework/meshwright/run/files.py", ".open('rb')"): "a descriptor of this process that is a regular file",
+    ("framework/meshwright/tracking/jsonl.py", "os.open"): "metrics.jsonl, after check_run_files",
+    ("framework/meshwright/tracking/wandb_child.py", "os.open"): "/dev/null",
+    ("framework/meshwright/tracking/wandb.py", "netrc.netrc"): "after why_unusable",
+    ("framework/meshwright/config/aliases.py", ".read_text"): "a table of this package",
+    ("tools/meshwright_plan/planner/hardware.py", ".read_text"): "a table of this package",
+    ("framework/meshwright/optimizer/offload.py", "torch.from_file"): "a new file of its own",
+    ("framework/meshwright/data/huggingface.py", "Dataset.from_file"): "after a check of the directory",
+    ("framework/meshwright/data/prepare/finish.py", "np.memmap"): "of its own work folder",
+    ("framework/meshwright/data/indexed.py", "np.fromfile"): "after its header was read by the door",
+    ("framework/meshwright/data/token_files.py", "np.fromfile"): "after its header was read by the door",
+    ("launch/meshwright_launch/cli.py", "os.open"): "/dev/null",
+    ("launch/meshwright_launch/rank.py", "os.open"): "a new log",
 }
 """(file, call) -> reason why it does not read by ``system/bounded.py``. The table only shrinks."""
 READERS = {
@@ -45,9 +42,8 @@ READERS = {
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+    for path in files():
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
 
 
 def opened(call: ast.Call) -> str | None:
@@ -92,7 +88,7 @@ def test_no_variable_and_no_digits_are_parsed_by_int() -> None:
     found = []
     for path, tree in modules():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or path == "framework/system/numbers.py":
+            if not isinstance(node, ast.Call) or path == "framework/meshwright/system/numbers.py":
                 continue
             name, words = ast.unparse(node.func), " ".join(map(ast.unparse, node.args))
             if name in ("int", "float") and any(word in words for word in ("environ", "getenv", "env[", "env.get")):
@@ -114,7 +110,7 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 @pytest.mark.parametrize("text", ["9" * 5000, "1e400", "-" + "9" * 30, "nan", "inf", "\u0663", "1_0", "0x10", ""])
 def test_every_number_of_the_command_line_is_bounded(text: str) -> None:
     types = {action.type for action in actions(build_parser()) if action.type is not None}
-    assert not types & {int, float}, "an option takes a type of launch/arguments/common.py, with bounds"
+    assert not types & {int, float}, "an option takes a type of arguments/common.py, with bounds"
     numeric = 0
     for kind in types:
         assert callable(kind)

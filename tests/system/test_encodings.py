@@ -13,8 +13,8 @@ import pytest
 from meshwright.terminal.output import make_printable, print_lines, put, tell
 from tests.end_to_end.shell import Shell
 from tests.launch.test_mpi import CONFIG
+from tests.support.sources import ROOT, files
 
-ROOT = Path(__file__).parents[2]
 C_LOCALE = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
@@ -31,7 +31,7 @@ def shell(tmp_path: Path) -> Shell:
 def test_a_run_of_several_ranks_goes_on(shell: Shell) -> None:
     """Pictures, a bar, logs of ranks, names beyond ASCII; on the command line, too."""
     words = ("train", "a.toml", "--tracking.notes=kä│se", "--train.steps=3")
-    done = shell.run("-m", "meshwright.launch", *words)
+    done = shell.run("-m", "meshwright_launch", *words)
     assert done.returncode == 0, done.stderr
     assert "\\u250c" in done.stdout and done.stdout.isascii() and "Traceback" not in done.stderr
     assert "kä│se" in (shell.directory / "runs/mpi/config.toml").read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def test_a_run_of_several_ranks_goes_on(shell: Shell) -> None:
 @pytest.mark.slow
 def test_a_failing_rank_says_why_in_any_text(shell: Shell) -> None:
     """The message passes a record, a log and two processes."""
-    done = shell.run("-m", "meshwright.launch", "train", "a.toml", "--data.builder=tests.system.test_encodings:refused")
+    done = shell.run("-m", "meshwright_launch", "train", "a.toml", "--data.builder=tests.system.test_encodings:refused")
     assert done.returncode != 0 and "UnicodeEncodeError" not in done.stderr
     assert "gr\\xf6\\xdfer \\u2502" in done.stderr
 
@@ -51,7 +51,7 @@ def refused(split: str) -> list[object]:
 
 
 def test_a_name_that_the_locale_cannot_write_is_one_message(shell: Shell) -> None:
-    done = shell.run("-m", "meshwright.launch", "train", "a.toml", "--run.directory=läufe")
+    done = shell.run("-m", "meshwright_launch", "train", "a.toml", "--run.directory=läufe")
     assert done.returncode == 2 and "LC_ALL=C.UTF-8" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -97,8 +97,7 @@ def calls_without_encoding(source: str) -> Iterator[tuple[int, str]]:
 def test_no_file_or_pipe_has_the_locales_encoding() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
-        for room in ("framework", "launch", "models")
-        for path in sorted((ROOT / room).rglob("*.py"))
+        for path in files()
         for line, text in calls_without_encoding(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(['add encoding="utf-8":', *found])

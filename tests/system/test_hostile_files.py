@@ -15,9 +15,9 @@ import pytest
 from meshwright.data.prepare.input_files import list_files
 from meshwright.data.prepare.readers import blocks, lines_of_range
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch.cli import main
 from meshwright.run.files import check_run_files
 from meshwright.tracking.jsonl import drop_records_after
+from meshwright_launch.cli import main
 from tests.support.errors import has_code
 from tests.tools.report.builders import make_run
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from meshwright.data_parallel.fsdp import ExpertUnits, FsdpLayers
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.watch.hang.flight_recorder import DUMPS
+from meshwright_launch.pool import RankPool
 from tests.support.private_torch import (
     DOCUMENT,
     SETTLED,

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.doctor import facts
+from meshwright.doctor.findings import Finding
+from meshwright.doctor.rank import BAD_NODES, write_bad_nodes
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch import leftovers
 from meshwright.optimizer.offload import _mapped
 from meshwright.pipeline import compiled
 from meshwright.pipeline.compiled import check_cache
 from meshwright.run.files import SINK_FOLDERS, check_run_files
 from meshwright.system.working_folder import make_working_folder, why_not_own
-from meshwright.tools.doctor import facts
-from meshwright.tools.doctor.findings import Finding
-from meshwright.tools.doctor.rank import BAD_NODES, write_bad_nodes
+from meshwright_launch import leftovers
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.support.errors import has_code
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.launch.pool import RankPool
 from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear
+from meshwright_launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import held, part, summed, tp_group
 
 B, S, I = 2, 4, 8  # noqa: E741

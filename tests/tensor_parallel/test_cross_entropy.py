@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.launch.pool import RankPool
 from meshwright.tensor_parallel import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import vocab_slice
+from meshwright_launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import close, drawn, lonely_group, part, tp_group
 
 B, S = 3, 5

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from meshwright import SplitLayer
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.seeding import SeededDropout, seed_dropouts
 from meshwright.tensor_parallel.plan import apply
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, lonely_group, part, summed, tp_group
 
@@ -224,7 +224,7 @@ def test_layouts_of_the_example_agree(tmp_path: Path) -> None:
         (tmp_path / name).write_text((EXAMPLE / name).read_text())
     (tmp_path / "a.toml").write_text(CONFIG)
     layouts = ["tp4,sequence", "pp2,tp2,sequence,zb_h1,full", "dp2,tp2,zero3"]
-    command = [sys.executable, "-m", "meshwright.launch", "verify", "a.toml", "--steps", "3", "--layouts", *layouts]
+    command = [sys.executable, "-m", "meshwright_launch", "verify", "a.toml", "--steps", "3", "--layouts", *layouts]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and "all 3 layouts agree" in done.stdout, done.stdout + done.stderr
 
@@ -237,6 +237,6 @@ def test_a_rule_that_counts_a_bias_twice_is_found(tmp_path: Path) -> None:
         text = text.replace("self.down)\n", "self.down) + 0.1\n") if name == "own_layer.py" else text
         (tmp_path / name).write_text(text)
     (tmp_path / "a.toml").write_text(CONFIG)
-    command = [sys.executable, "-m", "meshwright.launch", "verify", "a.toml", "--steps", "3", "--layouts", "tp2"]
+    command = [sys.executable, "-m", "meshwright_launch", "verify", "a.toml", "--steps", "3", "--layouts", "tp2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1 and "differ" in done.stdout, done.stdout + done.stderr

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel import regions
+from meshwright_launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import close, drawn, lonely_group, part, tp_group
 
 B, S, D = 3, 8, 5

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout, seed_dropouts
 from meshwright.tensor_parallel.check import check_sequence_length
@@ -19,6 +18,7 @@ from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entrop
 from meshwright.tensor_parallel.layers import RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 from tests.tensor_parallel.tiny_transformer import DIM, DIVISIBLE, LENGTH, PLAN, TIED, VOCAB, build

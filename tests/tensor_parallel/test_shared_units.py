@@ -12,12 +12,12 @@ from meshwright.adapters.fingerprint import base_sum
 from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
-from meshwright.models.llama import build
 from meshwright.optimizer.matrix_plan import with_matrices
 from meshwright.optimizer.rounded import whole_positions
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.shared_units import SharedColumnLinear, SharedUnits
+from meshwright_models.llama import build
 from tests.support.errors import has_code
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_layers": 2, "num_heads": 8, "ffn_size": 64, "head_dim": 8}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.parameters import Slice
 from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
@@ -22,6 +21,7 @@ from meshwright.tensor_parallel import column, regions
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead, vocab_slice
 from meshwright.tensor_parallel.regions import gather_sequence, join_sequence
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
+from meshwright_launch.pool import RankPool
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, held, lonely_group, padding, part, summed, tp_group
 
 B, S, I, O = 2, 8, 12, 16  # noqa: E741

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwright.launch.cli import main
 from meshwright.terminal.output import print_lines, put, tell, visible
 from meshwright.tracking.console import ConsoleSink
+from meshwright_launch.cli import main
 from tests.tools.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[2]

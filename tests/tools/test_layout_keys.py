@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-import meshwright.tools.reshard
+import meshwright.inference.reshard
 from meshwright.config import RunConfig
+from meshwright.config.layout_keys import WHOLE_SAMPLES
 from meshwright.errors import ConfigError
-from meshwright.tools.inference.load import ModelLocation, config_for
-from meshwright.tools.layout_keys import WHOLE_SAMPLES
+from meshwright.inference.load import ModelLocation, config_for
 from tests.support.errors import has_code
 
 SAVED: dict[str, dict[str, Any]] = {
     "run": {"name": "saved"},
-    "model": {"builder": "meshwright.models.llama:build", "options": {"moe": {"num_experts": 4, "top_k": 2}}},
+    "model": {"builder": "meshwright_models.llama:build", "options": {"moe": {"num_experts": 4, "top_k": 2}}},
     "data": {"train": "corpus", "sequence_length": 32, "document_boundaries": True},
     "batch": {"micro_batch_size": 1, "global_batch": 8},
     "parallel": {"dp": 1, "cp": 2, "cp_order": "documents", "cp_exchange": "heads", "tp": 2, "tp_across_nodes": True}
@@ -33,7 +33,7 @@ def changed_by(place: str, overrides: list[str], **parallel: Any) -> dict[str, A
     if place == "eval":
         after = config_for(ModelLocation(Path("run"), (), saved, "run"), overrides, "eval")
     else:
-        after = meshwright.tools.reshard._config_for_layout(saved, Path("out"), overrides, "run", False)
+        after = meshwright.inference.reshard._config_for_layout(saved, Path("out"), overrides, "run", False)
     new = after.parallel.model_dump(mode="json")
     return {key: new[key] for key, value in saved["parallel"].items() if new[key] != value}
 

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from meshwright.blueprint import draw_blueprint
+from meshwright.run.summary import rank_shares, summarise
 from meshwright.terminal.format import format_size
-from meshwright.tools.summary import rank_shares, summarise
-from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.verify import layout_config, parse_layout
 from tests.tools.verify.cases import config_of
 
 ELEMENTS = 64 * 16 + 3 * (16 * 16 + 16) + 16 * 64 + 64
@@ -100,7 +100,7 @@ def test_matrices_hold_half_the_states_and_are_exchanged() -> None:
 def test_a_weight_that_layers_of_a_stage_share_is_gathered_once_for_both_ways() -> None:
     """The embedding of 64 x 16 is the head too: a rank sends 3/4 of two gatherings of the others, and of one of it."""
     options = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_sequence_length": 8}
-    config = config_of("meshwright.models.gpt2:build", options | {"tied": True}, 8)
+    config = config_of("meshwright_models.gpt2:build", options | {"tied": True}, 8)
     blueprint = draw_blueprint(layout_config(config, parse_layout("dp4,zero3"), 8, "float32"))
     gathered = 2 * blueprint.num_parameters - 64 * 16
     assert f"a rank sends 2 x {format_size(gathered * 4 * 3 // 4)} in a step\ngradients" in summarise(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from meshwright.checkpoint import find, newest_valid
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import changed, exact_losses, layout, run_config, train
 
 

@@ -14,12 +14,12 @@ from meshwright.build import build
 from meshwright.config import RunConfig, batch_numbers, resolve
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.data.sources import open_sources
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
 from meshwright.step import take_step
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import Recording, layout, run_config, save, size
 
 RESUMES = 20

@@ -17,8 +17,8 @@ import pytest
 
 from meshwright.checkpoint import find, newest_valid
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankError, RankPool
 from tests.end_to_end.driving import (
     changed,
     differing,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, LoadedRank, differing, layout, load_rank, run_config, size, tensors, train
 
 LAYOUTS = ["", "dp2", "pp2", "tp2", "dp2,pp2,zero3", "dp4,tp2,zero2,shard2,offload", "pp4,tp2", "dp2,pp2,tp2"]
@@ -26,7 +26,7 @@ def test_any_layout_goes_on_with_what_any_other_saved(
     dtype: str, corpus: Path, tmp_path: Path, pool: RankPool, record_property: Callable[[str, Any], None]
 ) -> None:
     sections: dict[str, dict[str, Any]] = {
-        "model": {"builder": "meshwright.models.gpt2:build", "options": {**GPT2, "vocab_size": 301, "num_layers": 4}},
+        "model": {"builder": "meshwright_models.gpt2:build", "options": {**GPT2, "vocab_size": 301, "num_layers": 4}},
         "optimizer": {"schedule": "constant"},
         "train": {"steps": 3, "dtype": dtype},
     }

@@ -19,8 +19,8 @@ import pytest
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.errors import HangError
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, layout, lines, run_config, tensors, train_rank
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
@@ -92,7 +92,7 @@ def test_a_run_under_fire_ends_as_one_that_was_left_alone(
         checkpoint={"every": 5, "keep_last": 3},
         launch={"max_restarts": 10**6, "timeout_s": HANG_S},
     )
-    command = ["-m", "meshwright.launch", "train", written(config, tmp_path)]
+    command = ["-m", "meshwright_launch", "train", written(config, tmp_path)]
     struck: Counter[str] = Counter()
     ended: Counter[int] = Counter()
     begin_s = time.monotonic()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.tools.report.experts import MAX_LAYERS, MAX_ROWS, MAX_STEPS, evenly, heat_maps, read_loads
 from meshwright.tracking.expert_load import choice_metrics, counts_of, load_metrics
 from meshwright.tracking.record import EXPERT_LOAD
+from meshwright_plan.report.experts import MAX_LAYERS, MAX_ROWS, MAX_STEPS, evenly, heat_maps, read_loads
 
 
 def test_figures_of_a_step() -> None:

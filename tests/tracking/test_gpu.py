@@ -14,12 +14,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import meshwright
-from meshwright.tools.report.page import page
-from meshwright.tools.report.run import read_run
 from meshwright.tracking import gpu
 from meshwright.tracking.gpu import GpuMetrics, NvmlDevice, fold, open_device
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.observer import gpu_metrics
+from meshwright_plan.report.page import page
+from meshwright_plan.report.run import read_run
 from tests.launch.test_python import made
 from tests.support.fake_nvml import UUID, FakeNvml, NVMLError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-import meshwright.models.gpt2
+import meshwright_models.gpt2
 
 VOCAB_SIZE = 61
 
@@ -77,7 +77,7 @@ def with_a_compiled_function(vocab_size: int = VOCAB_SIZE, width: int = 8) -> nn
 
 def partly_frozen(vocab_size: int = VOCAB_SIZE) -> nn.Sequential:
     """GPT-2 whose first block is not trained."""
-    model = meshwright.models.gpt2.build(
+    model = meshwright_models.gpt2.build(
         vocab_size=vocab_size, hidden_size=16, num_layers=3, num_heads=2, max_sequence_length=8, dropout=0.1
     )
     for name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import meshwright.models.gpt2
+import meshwright_models.gpt2
 from meshwright.mesh.comm import CollectiveHandle, Group
 
 LENGTH = 32
@@ -96,7 +96,7 @@ def hang(how: str) -> None:
 
 def hangs(how: str, rank: int, at_call: int, **options: Any) -> nn.Sequential:
     """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
-    plain = meshwright.models.gpt2.build(**options)
+    plain = meshwright_models.gpt2.build(**options)
     layers = nn.Sequential()
     for name, layer in plain.named_children():
         if name.startswith("block"):

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from meshwright.build import build
 from meshwright.config import RunConfig, parse
 from meshwright.errors import NonFiniteError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.optimizer import read_states
 from meshwright.parts import Parts
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import VOCAB_SIZE, config_of, model_config, size_for
 
 GLOBAL_BATCH = 8

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshwright.launch.work
 import meshwright.train
+import meshwright_launch.work
 from meshwright.config import RunConfig, parse
 from meshwright.errors import DriftError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh
 from meshwright.optimizer import read_states
 from meshwright.parts import Parts
 from meshwright.step import take_step
-from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.verify import layout_config, parse_layout
 from meshwright.watch.drift import WORDS, bits, check_drift, differing_pieces
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import Size, model_config
 from tests.watch.spoiling import LIMIT_S, checkpoints_in, config_for, opened, parts_for, quiet, size_of
 
@@ -312,9 +312,9 @@ def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(meshwright.train, "take_step", stepping)
-        patch.setattr(meshwright.launch.work, "print_lines", quiet)
+        patch.setattr(meshwright_launch.work, "print_lines", quiet)
         try:
-            meshwright.launch.work.work(parse(config_json))
+            meshwright_launch.work.work(parse(config_json))
         except DriftError as error:
             return str(error)
     return None

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.launch.pool import RankPool
 from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.flight_recorder import first_unfinished, unfinished
+from meshwright_launch.pool import RankPool
 
 RECORDED: dict[str, Any] = {  # by torch 2.13.0 with gloo, without the fields of threads and times
     "entries": [

@@ -38,7 +38,7 @@ torture = pytest.mark.torture(row="hangs: rank, peer and action are named")
 def hanging(directory: Path, how: str, text: str, rank: int, at_call: int, **sections: dict[str, Any]) -> RunConfig:
     """A run in which one rank hangs, in its second step or so. ``none``: none does."""
     reads = {"rank": rank, "at_call": at_call} if how == "reading" else {}
-    model: dict[str, Any] = {"builder": "meshwright.models.gpt2:build", "options": GPT2}
+    model: dict[str, Any] = {"builder": "meshwright_models.gpt2:build", "options": GPT2}
     if how not in ("reading", "none"):
         model = {
             "builder": "tests.watch.hanging:hangs",
@@ -59,7 +59,7 @@ def reported_after_s(shell: Shell, config: RunConfig) -> float:
 def ended(shell: Shell, config: RunConfig, *words: str) -> str:
     """What a run that hangs has said, once it has ended as it should."""
     began = shell.directory / BEGAN
-    done = shell.run(*(words or ("-m", "meshwright.launch")), "train", written(config, shell.directory))
+    done = shell.run(*(words or ("-m", "meshwright_launch")), "train", written(config, shell.directory))
     shell.wait_until_none_is_left()
     assert began.exists(), done.stderr
     assert done.returncode == (1 if words else HangError.exit_code), done.stderr
@@ -161,7 +161,7 @@ def test_a_run_of_one_process(tmp_path: Path, shell: Shell) -> None:
 
 @torture
 def test_under_torchrun_it_is_said_once(tmp_path: Path, shell: Shell) -> None:
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright.launch")
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch")
     said = ended(shell, hanging(tmp_path, "loop", "pp2", 0, 9), *words)
     assert re.search(r"error: rank \d: the run hangs: .* rank 1 .*" + WAITS.format("F", 0) + COMPUTES, said)
 
@@ -183,7 +183,7 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, shell: Shell)
     """For longer than the limit: that is nobody's hang."""
     config = hanging(tmp_path, "none", "dp2", 0, 0, train={"steps": 400}, launch={"timeout_s": 6.0})
     with shell.start(
-        ["-m", "meshwright.launch", "train", written(config, tmp_path)], stderr=subprocess.PIPE
+        ["-m", "meshwright_launch", "train", written(config, tmp_path)], stderr=subprocess.PIPE
     ) as process:
         pids = [each.beat.pid for each in wait_for(config, process, 2).ranks]
         for pid in pids:
@@ -200,9 +200,9 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, shell: Shell)
 def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell) -> None:
     config = hanging(tmp_path, "none", "pp2", 0, 0, train={"steps": 100000}, launch={"timeout_s": 20.0})
     file, run = written(config, tmp_path), str(run_directory(config))
-    with shell.start(["-m", "meshwright.launch", "train", file], stdout=subprocess.DEVNULL) as process:
+    with shell.start(["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL) as process:
         pid = wait_for(config, process, 2).pid
-        live = shell.run("-m", "meshwright.launch", "status", run)
+        live = shell.run("-m", "meshwright_launch", "status", run)
         process.kill()
     assert live.returncode == 0, live.stderr
     summary, _, table = live.stdout.partition("\n\n")
@@ -217,19 +217,19 @@ def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell
     assert [line.split()[:4] for line in ranks] == [["0", "pp0", "dp0", "tp0"], ["1", "pp1", "dp0", "tp0"]]
     shell.wait_until_none_is_left()
     time.sleep(7)
-    killed = shell.run("-m", "meshwright.launch", "status", run)
+    killed = shell.run("-m", "meshwright_launch", "status", run)
     assert re.search(
         rf"state  silent for \d+\.?\d* s, while training; process {pid} of rank 0 is gone from this machine\n",
         killed.stdout,
     )
-    done = shell.run("-m", "meshwright.launch", "train", file, "--train.steps=2", "--run.name=short")
+    done = shell.run("-m", "meshwright_launch", "train", file, "--train.steps=2", "--run.name=short")
     assert done.returncode == 0, done.stderr
-    over = shell.run("-m", "meshwright.launch", "status", str(Path(run).parent / "short"))
+    over = shell.run("-m", "meshwright_launch", "status", str(Path(run).parent / "short"))
     assert re.search(r"state  finished at [-\d]+ [\d:]+\nstep   2 of 2, \S+ s each", over.stdout), over.stdout
 
 
 def test_status_of_no_run(tmp_path: Path, shell: Shell) -> None:
-    done = shell.run("-m", "meshwright.launch", "status", str(tmp_path / "none"))
+    done = shell.run("-m", "meshwright_launch", "status", str(tmp_path / "none"))
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from meshwright.errors import HangEcho, HangError, UserError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.watch.hang import report, watchdog
@@ -20,6 +19,7 @@ from meshwright.watch.hang.diagnosis import Verdict
 from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat
 from meshwright.watch.hang.report import SOUGHT, HangReport, judge_safely
+from meshwright_launch.pool import RankPool
 
 SECONDS = 30.0
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import meshwright.launch.work
 import meshwright.train
+import meshwright_launch.work
 from meshwright.config import RunConfig, parse
 from meshwright.errors import NonFiniteError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.run.resume import resume
@@ -23,6 +22,7 @@ from meshwright.step import take_step
 from meshwright.tracking.record import from_json, to_json
 from meshwright.watch.nonfinite.evidence import Evidence, EvidenceKind, broken, cause
 from meshwright.watch.ranks import numbers, ranks_at, samples_named
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import LATER, save
 from tests.watch.builders import Doubling, double
 from tests.watch.spoiling import (
@@ -407,9 +407,9 @@ def trained(rank: int, world_size: int, config_json: str, spec: Spoil, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(meshwright.train, "take_step", spoiling)
-        patch.setattr(meshwright.launch.work, "print_lines", quiet)
+        patch.setattr(meshwright_launch.work, "print_lines", quiet)
         try:
-            meshwright.launch.work.work(parse(config_json))
+            meshwright_launch.work.work(parse(config_json))
         except NonFiniteError as error:
             assert error.exit_code == 17
             return str(error)

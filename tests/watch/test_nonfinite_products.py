@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 from meshwright.data_parallel import products as products_module
 from meshwright.data_parallel.products import add_product
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import close_mesh
+from meshwright_launch.pool import RankPool
 from tests.data_parallel.test_products import is_matrix
 from tests.watch.spoiling import config_for, opened, parts_for, taken
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.cli import main
 from meshwright.run.directory import STATUS
 from meshwright.watch.hang.heartbeat import MAX_RANKS
+from meshwright_launch.cli import main
 
 
 def entry(rank: int, silent_s: float = 0.0, **changes: Any) -> dict[str, Any]:

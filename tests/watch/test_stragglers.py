@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
-from meshwright.launch.status import describe
 from meshwright.run.directory import run_directory
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis import Span, Timeline, on_their_way
 from meshwright.tracking.jsonl import read_records
 from meshwright.watch.stragglers import NO_STRAGGLER, Straggler, StragglerReport, judge
+from meshwright_launch.pool import RankPool
+from meshwright_launch.status import describe
 from tests.end_to_end.conftest import corpus
 from tests.end_to_end.driving import GPT2, LATER, layout, run_config, train
 

@@ -16,7 +16,7 @@ from meshwright.data.prepare.records import Form, RecordKeys
 from meshwright.data.prepare.sample_text import show, splits_of
 from meshwright.data.span_corruption import open_corpus
 from meshwright.errors import DataError
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 from tests.support.errors import has_code
 

@@ -144,7 +144,7 @@ def test_corpora_of_a_run_have_the_same_tokens(lines: Path, tmp_path: Path) -> N
         data = {"train": train, "validation": validation, "sequence_length": 16}
         options = {"vocab_size": 302, "hidden_size": 8, "num_layers": 1, "num_heads": 1, "max_sequence_length": 16}
         return RunConfig.model_validate(
-            {"model": {"builder": "meshwright.models.gpt2:build", "options": options}, "data": data}
+            {"model": {"builder": "meshwright_models.gpt2:build", "options": options}, "data": data}
         )
 
     mixed = [{"path": f"{one}/train", "weight": 1.0}, {"path": f"{other}/train", "weight": 1.0}]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.doctor.links import SUMMED_BYTES, AllReduceTiming
-from meshwright.tools.doctor.report import buckets_line
+from meshwright.doctor.links import SUMMED_BYTES, AllReduceTiming
+from meshwright.doctor.report import buckets_line
 
 RATE = 1e9
 """Bytes of a message per second."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.doctor.cpus import RankCpus, cpu_warnings, mask_of, own_cpus
+from meshwright.doctor.cpus import RankCpus, cpu_warnings, mask_of, own_cpus
 from tests.end_to_end.shell import Shell
 
 
@@ -80,7 +80,7 @@ def test_a_run_on_one_core_warns_at_its_start(launcher: str, tmp_path: Path) -> 
         "import os, runpy, sys; os.sched_setaffinity(0, {0}); sys.argv = sys.argv[1:]; "
         "runpy.run_module(sys.argv[0], None, '__main__', True)"
     )
-    words = ["meshwright.launch", "train", "a.toml"]
+    words = ["meshwright_launch", "train", "a.toml"]
     if launcher == "torchrun":
         words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *words]
     done = Shell(tmp_path).run("-c", bound, *words)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from meshwright.tools.doctor.facts import Facts
-from meshwright.tools.doctor.findings import judge
-from meshwright.tools.doctor.links import LinkMeasurement, by_node, rounds
+from meshwright.doctor.facts import Facts
+from meshwright.doctor.findings import judge
+from meshwright.doctor.links import LinkMeasurement, by_node, rounds
 
 GBIT = 1.25e8
 

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
+from meshwright.doctor.nodes import check_nodes, wrong_clocks
 from meshwright.errors import ConfigError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.tools.doctor.nodes import check_nodes, wrong_clocks
+from meshwright_launch.pool import RankPool
 
 HOUR_S = 3600.0
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from meshwright.tools.doctor import connectivity
-from meshwright.tools.doctor.connectivity import Reachability, _connects, _listening, judge_reach, try_links
+from meshwright.doctor import connectivity
+from meshwright.doctor.connectivity import Reachability, _connects, _listening, judge_reach, try_links
 
 
 @pytest.mark.parametrize(

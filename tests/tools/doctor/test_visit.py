@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import RunConfig
+from meshwright.doctor.rank import UnfitMachineError, expected_of, run_rank
 from meshwright.errors import ConfigError
-from meshwright.launch.pool import RankError, RankPool
-from meshwright.tools.doctor.rank import UnfitMachineError, expected_of, run_rank
+from meshwright_launch.pool import RankError, RankPool
 from tests.end_to_end.driving import layout, run_config
 from tests.support.errors import has_code
 

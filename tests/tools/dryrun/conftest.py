@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.dryrun.job import dry_run_job
+from meshwright_plan.dryrun.job import dry_run_job
 from tests.tools.dryrun.jobs import Planned, configured
 
 

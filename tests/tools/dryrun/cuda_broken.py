@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.system.process import leave
-from meshwright.tools.dryrun.cuda.library import load_library
+from meshwright_plan.dryrun.cuda.library import load_library
 
 
 def leave_out(group: str, operation: str) -> Callable[[Any], None]:
@@ -192,15 +192,15 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 def main(library: str) -> None:
     """Run the ranks."""
     load_library(Path(library))
-    from meshwright.tools.dryrun.cuda.streams import Streams
-    from meshwright.tools.dryrun.cuda.stubs import HostWaits, install
+    from meshwright_plan.dryrun.cuda.streams import Streams
+    from meshwright_plan.dryrun.cuda.stubs import HostWaits, install
 
     waits, streams = HostWaits(), Streams()
     install(waits, streams)
     import pytest
 
     from meshwright.config import parse
-    from meshwright.tools.dryrun.cuda.rank import check_rank
+    from meshwright_plan.dryrun.cuda.rank import check_rank
 
     for line in sys.stdin:
         fault, rank, config = line.split("\t")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.models import flex, llama
+from meshwright_models import flex, llama
 
 LENGTH = 1024
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models import gpt2
-from meshwright.models.blocks import Block, SideTensors, Value
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright_models import gpt2
+from meshwright_models.blocks import Block, SideTensors, Value
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig, resolve
-from meshwright.tools.dryrun.job import Job
+from meshwright_plan.dryrun.job import Job
 
 
 class Planned(NamedTuple):
@@ -31,7 +31,7 @@ def configured(
         options |= {"num_kv_heads": 2, "ffn_size": 64}
     config = RunConfig.model_validate(
         {
-            "model": {"builder": f"meshwright.models.{model}:build", "options": options},
+            "model": {"builder": f"meshwright_models.{model}:build", "options": options},
             "data": {"train": "in memory", "sequence_length": 16},
             "batch": {"micro_batch_size": 2, "chunks": chunks},
             "parallel": {"bucket_bytes": 2**15, **parallel},

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.models import llama
+from meshwright_models import llama
 
 
 def build(**options: Any) -> nn.Sequential:

@@ -10,12 +10,12 @@ import pytest
 from meshwright.mesh import Grid, nodes_of
 from meshwright.mesh.fake import InterceptedOperation
 from meshwright.schedule.load import draw_schedule, format_schedule
-from meshwright.tools.dryrun.agreement import disagreements
-from meshwright.tools.dryrun.fake_step import profile_rank
-from meshwright.tools.dryrun.groups import GroupViews, axis_of
-from meshwright.tools.dryrun.job import Job, dry_run_job, set_rank_schedule
-from meshwright.tools.dryrun.rank_profile import CommunicationRecord
-from meshwright.tools.dryrun.report import describe, wire_bytes
+from meshwright_plan.dryrun.agreement import disagreements
+from meshwright_plan.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.groups import GroupViews, axis_of
+from meshwright_plan.dryrun.job import Job, dry_run_job, set_rank_schedule
+from meshwright_plan.dryrun.rank_profile import CommunicationRecord
+from meshwright_plan.dryrun.report import describe, wire_bytes
 from tests.tools.dryrun.jobs import Planned, configured
 
 

@@ -19,9 +19,9 @@ import torch
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
-from meshwright.tools.dryrun.cuda.call_site import HIDDEN
-from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
-from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
+from meshwright_plan.dryrun.cuda.call_site import HIDDEN
+from meshwright_plan.dryrun.cuda.library import compile_library, find_compiler
+from meshwright_plan.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
 from tests.support.errors import has_code
 from tests.tools.dryrun.cuda_documents import LENGTH
 from tests.tools.dryrun.jobs import configured
@@ -159,7 +159,7 @@ def sharing_tokens(builder: str, options: dict[str, Any], exchange: str) -> tupl
 def test_context_parallelism(exchange: str, library: Path, tmp_path: Path) -> None:
     """Exchanges are in stream order with what makes and uses them; the host waits for places alone, once on a GPU."""
     llama = {"vocab_size": 67, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 64}
-    ours = sharing_tokens("meshwright.models.llama:build", {**llama, "max_sequence_length": 64}, exchange)
+    ours = sharing_tokens("meshwright_models.llama:build", {**llama, "max_sequence_length": 64}, exchange)
     theirs = sharing_tokens(f"hf:{directory('qwen2', tmp_path)}", {}, exchange)
     for step in run_process(library, [ours, theirs]):
         assert not step.problems and step.num_collectives > 0 and step.num_from_autograd > 0, step

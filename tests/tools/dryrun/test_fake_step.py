@@ -13,13 +13,13 @@ from torch import Tensor
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import MeshError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
-from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
-from meshwright.tools.dryrun.job import Job, dry_run_job
-from meshwright.tools.dryrun.rank_profile import Category
-from meshwright.tools.summary import rank_shares
+from meshwright.run.summary import rank_shares
+from meshwright_launch.pool import RankPool
+from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
+from meshwright_plan.dryrun.job import Job, dry_run_job
+from meshwright_plan.dryrun.rank_profile import Category
 from tests.support.processes import RUNS, measured
 from tests.tools.dryrun.jobs import Planned, configured
 

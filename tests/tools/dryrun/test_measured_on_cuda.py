@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from meshwright.config import RunConfig, resolve
-from meshwright.tools.dryrun.fake_step import profile_rank
-from meshwright.tools.dryrun.kernels import as_on_cuda
+from meshwright_plan.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.kernels import as_on_cuda
 
 WORKSPACES = 2 * 32 * 2**20
 """Bytes of cuBLAS on Hopper, one workspace for forward's thread and one for backward's: torch counts them."""
@@ -33,7 +33,7 @@ def job(name: str, chunks: int, parallel: dict[str, Any]) -> RunConfig:
     length = 16384 * parallel["cp"] if "cp" in parallel else 8192
     sizes = {"vocab_size": 32768, "num_kv_heads": 8, "max_sequence_length": length} | SHAPES[name]
     config = {
-        "model": {"builder": "meshwright.models.llama:build", "options": sizes},
+        "model": {"builder": "meshwright_models.llama:build", "options": sizes},
         "data": {"train": "random", "sequence_length": length},
         "batch": {"micro_batch_size": 1, "chunks": chunks},
         "parallel": parallel,

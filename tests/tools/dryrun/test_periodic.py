@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from meshwright.schedule.action import Action
-from meshwright.tools.dryrun import progress
-from meshwright.tools.dryrun.fake_step import profile_rank
-from meshwright.tools.dryrun.job import dry_run_job
-from meshwright.tools.dryrun.periodic import few_chunks, lengthen
-from meshwright.tools.dryrun.rank_profile import Peak
-from meshwright.tools.dryrun.templates import ReplayError
+from meshwright_plan.dryrun import progress
+from meshwright_plan.dryrun.fake_step import profile_rank
+from meshwright_plan.dryrun.job import dry_run_job
+from meshwright_plan.dryrun.periodic import few_chunks, lengthen
+from meshwright_plan.dryrun.rank_profile import Peak
+from meshwright_plan.dryrun.templates import ReplayError
 from tests.tools.dryrun.jobs import configured
 
 AFTER = {"0REDUCE", "1REDUCE", "STEP", "going from one step to the next"}

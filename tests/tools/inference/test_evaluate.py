@@ -15,8 +15,8 @@ from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.order import OnceInOrder
 from meshwright.data.prepare.records import Form
 from meshwright.errors import DataError
-from meshwright.tools.inference.corpora import count_text
-from meshwright.tools.inference.evaluate import check
+from meshwright.inference.corpora import count_text
+from meshwright.inference.evaluate import check
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 from tests.support.errors import has_code
 

@@ -14,8 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from meshwright.data.tokenizer import ending_ids
-from meshwright.tools.inference.choice import SamplingRequest, choose
-from meshwright.tools.inference.prompts import encode_prompt, with_starts
+from meshwright.inference.choice import SamplingRequest, choose
+from meshwright.inference.prompts import encode_prompt, with_starts
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()

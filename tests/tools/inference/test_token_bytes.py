@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.tokenizer import train
-from meshwright.tools.inference.token_bytes import bytes_of_tokens
+from meshwright.inference.token_bytes import bytes_of_tokens
 
 TEXT = "The mesh waits: naïve ranks — 日本 — send\n\tand   receive. a b ab"
 

@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.errors import CheckpointError
-from meshwright.launch.cli import main
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.interop import dcp as export
-from meshwright.tools.interop.dcp import export_dcp
-from meshwright.tools.interop.huggingface.destination import check_output_directory
+from meshwright_interop import dcp as export
+from meshwright_interop.dcp import export_dcp
+from meshwright_interop.huggingface.destination import check_output_directory
+from meshwright_launch.cli import main
 from tests.support.errors import has_code
 
 MODEL = """
@@ -67,7 +67,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("desk")
     (folder / "plain.py").write_text(MODEL)
     (folder / "run.toml").write_text(CONFIG)
-    command = [sys.executable, "-m", "meshwright.launch", "train", "run.toml"]
+    command = [sys.executable, "-m", "meshwright_launch", "train", "run.toml"]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )

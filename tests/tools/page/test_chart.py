@@ -9,8 +9,8 @@ from base64 import b64decode
 
 import pytest
 
-from meshwright.tools.page.chart import MAX_LABELS, SIDE, Curve, Mark, Quantity, axis, chart, short
-from meshwright.tools.page.points import MAX_POINTS, MAX_ROWS, Column, column, columns, thin
+from meshwright_plan.page.chart import MAX_LABELS, SIDE, Curve, Mark, Quantity, axis, chart, short
+from meshwright_plan.page.points import MAX_POINTS, MAX_ROWS, Column, column, columns, thin
 
 
 def test_thinning_keeps_spikes_gaps_and_ends() -> None:

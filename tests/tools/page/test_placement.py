@@ -7,7 +7,7 @@ import re
 import pytest
 
 from meshwright.mesh import Grid, nodes_of
-from meshwright.tools.page.placement import placement_cards
+from meshwright_plan.page.placement import placement_cards
 
 ROW = re.compile(r'<tr style="--pp:(\d+)"><td>([^<]*)</td><td class="ranks">(.*?)</td></tr>')
 

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from meshwright.schedule.analysis import timeline_of
 from meshwright.schedule.build import build
-from meshwright.tools.page.render import svg_of
-from meshwright.tools.picture.figure import figure
-from meshwright.tools.picture.panel import Panel
+from meshwright_plan.page.render import svg_of
+from meshwright_plan.picture.figure import figure
+from meshwright_plan.picture.panel import Panel
 
 
 def test_a_schedule_keeps_its_boxes_and_loses_half_its_bytes() -> None:

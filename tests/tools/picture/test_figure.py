@@ -15,11 +15,11 @@ from meshwright.schedule.analysis import Costs, Reading, Timeline, timeline_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
 from meshwright.schedule.load import parse_schedule
-from meshwright.tools.picture.axis import time_axis, unit_of_seconds
-from meshwright.tools.picture.figure import PNG_DPI, figure, save
-from meshwright.tools.picture.legend import entries_of
-from meshwright.tools.picture.palette import PAINTS, _channels, shade
-from meshwright.tools.picture.panel import Panel, Unit
+from meshwright_plan.picture.axis import time_axis, unit_of_seconds
+from meshwright_plan.picture.figure import PNG_DPI, figure, save
+from meshwright_plan.picture.legend import entries_of
+from meshwright_plan.picture.palette import PAINTS, _channels, shade
+from meshwright_plan.picture.panel import Panel, Unit
 
 SVG = "{http://www.w3.org/2000/svg}"
 COSTS = Costs(comm=0.25, reduce=1, step=1)

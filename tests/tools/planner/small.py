@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.launch.plans import remove_layout
-from meshwright.tools.planner.hardware import Hardware, Link
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.model_cache import ModelCache
+from meshwright_plan.commands.plans import remove_layout
+from meshwright_plan.planner.hardware import Hardware, Link
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.model_cache import ModelCache
 
 OPTIONS: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 LLAMA = {"num_kv_heads": 4, "ffn_size": 64}
@@ -35,10 +35,10 @@ def hardware(memory_bytes: int = 2**30, **other: Any) -> Hardware:
 
 
 def config(
-    builder: str = "meshwright.models.llama:build", samples: int = 8, dtype: str = "bfloat16", **options: Any
+    builder: str = "meshwright_models.llama:build", samples: int = 8, dtype: str = "bfloat16", **options: Any
 ) -> RunConfig:
     """A model of two blocks, without a layout; options of a builder that is none of ours are all given."""
-    own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("meshwright.models.") else {}
+    own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("meshwright_models.") else {}
     return remove_layout(
         RunConfig.model_validate(
             {
@@ -57,7 +57,7 @@ def config(
 
 
 def cache(
-    builder: str = "meshwright.models.llama:build", samples: int = 8, fused: bool = False, **options: Any
+    builder: str = "meshwright_models.llama:build", samples: int = 8, fused: bool = False, **options: Any
 ) -> ModelCache:
     """Of such a model."""
     return ModelCache(config(builder, samples, **options), ExecutionOptions(fused=fused))

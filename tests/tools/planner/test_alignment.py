@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.launch.cli import main
-from meshwright.tools.planner.alignment import alignment_warnings
-from meshwright.tools.planner.calibrate import to_toml
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.model_cache import ModelCache
+from meshwright_launch.cli import main
+from meshwright_plan.planner.alignment import alignment_warnings
+from meshwright_plan.planner.calibrate import to_toml
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.model_cache import ModelCache
 from tests.tools.planner.small import config, hardware
 
 WITHOUT = "16-bit products use tensor cores inefficiently; the next good size is"

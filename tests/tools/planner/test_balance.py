@@ -9,7 +9,7 @@ import pytest
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.pipeline.plan import layer_weights, partition
-from meshwright.tools.planner.balance import cuts, describe, imbalance, rows, simulated_step
+from meshwright_plan.planner.balance import cuts, describe, imbalance, rows, simulated_step
 
 OPTIONS = {"hidden_size": 32, "num_layers": 6, "num_heads": 2, "max_sequence_length": 64, "dropout": 0.0}
 
@@ -20,7 +20,7 @@ def blueprint_of(
     """A GPT of six blocks whose head costs several of them, and whose embedding costs a part of one."""
     config = RunConfig.model_validate(
         {
-            "model": {"builder": "meshwright.models.gpt2:build", "options": OPTIONS | {"vocab_size": vocab_size}},
+            "model": {"builder": "meshwright_models.gpt2:build", "options": OPTIONS | {"vocab_size": vocab_size}},
             "data": {"train": "random", "sequence_length": 64},
             "batch": {"micro_batch_size": 2, "chunks": 4},
             "parallel": {"dp": 1, "pp": pp, "tp": tp},
@@ -101,7 +101,7 @@ def test_neighbours_that_are_alike_share_a_line() -> None:
 def test_the_text() -> None:
     blueprint = blueprint_of(balance=[2, 2, 5])
     lines = describe(blueprint).splitlines()
-    assert lines[0] == f"model  meshwright.models.gpt2:build, 9 layers, {blueprint.num_parameters:,} parameters"
+    assert lines[0] == f"model  meshwright_models.gpt2:build, 9 layers, {blueprint.num_parameters:,} parameters"
     assert "as on a CPU core in float32, 0.08 TFLOP/s and 20 GB/s" in lines[2]
     (head,) = [line.split() for line in lines if line.startswith("head ")]
     assert head[:2] == ["head", f"{32 * 2048:,}"] and head[-1] == "2"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.tools.planner import calibrate_device
-from meshwright.tools.planner.calibrate import to_toml
-from meshwright.tools.planner.calibrate_device import Sizes, data_sheet, measure_hardware
-from meshwright.tools.planner.hardware import Hardware, read_hardware
-from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright_plan.planner import calibrate_device
+from meshwright_plan.planner.calibrate import to_toml
+from meshwright_plan.planner.calibrate_device import Sizes, data_sheet, measure_hardware
+from meshwright_plan.planner.hardware import Hardware, read_hardware
+from meshwright_plan.planner.operations import Work, WorkKind
+from meshwright_plan.planner.rates import PerformanceModel
 
 SMALL = Sizes(side=256, heads=2, tokens=256, elements=2**14, aim_s=0.005)
 

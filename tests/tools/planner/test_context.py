@@ -11,22 +11,22 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.context_parallel.order import ORDERS, documents
-from meshwright.launch.plans import execution_options
-from meshwright.launch.pool import RankPool
-from meshwright.tools.planner import context
-from meshwright.tools.planner.choice import Choice, Rejection, choice_of, with_choice
-from meshwright.tools.planner.choices import choices
-from meshwright.tools.planner.hardware import Link, read_hardware
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import LayerProfile
-from meshwright.tools.planner.layer_time import hidden_s, layer_time
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.plan import evaluate
-from meshwright.tools.planner.rates import PerformanceModel
-from meshwright.tools.planner.reduction_buffers import GLOO
-from meshwright.tools.planner.search import search
-from meshwright.tools.planner.text import describe
+from meshwright_launch.pool import RankPool
+from meshwright_plan.commands.plans import execution_options
+from meshwright_plan.planner import context
+from meshwright_plan.planner.choice import Choice, Rejection, choice_of, with_choice
+from meshwright_plan.planner.choices import choices
+from meshwright_plan.planner.hardware import Link, read_hardware
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.layer_profile import LayerProfile
+from meshwright_plan.planner.layer_time import hidden_s, layer_time
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.operations import Work, WorkKind
+from meshwright_plan.planner.plan import evaluate
+from meshwright_plan.planner.rates import PerformanceModel
+from meshwright_plan.planner.reduction_buffers import GLOO
+from meshwright_plan.planner.search import search
+from meshwright_plan.planner.text import describe
 from tests.support.processes import larger, measured
 from tests.support.seen_keys import keys_seen
 from tests.tools.planner.small import LENGTH, OPTIONS, cache, hardware
@@ -245,7 +245,7 @@ def test_the_rank_that_an_h200_ran() -> None:
     sizes = {"vocab_size": 32768, "hidden_size": 4096, "num_layers": 8, "num_heads": 32, "num_kv_heads": 8}
     config = {
         "model": {
-            "builder": "meshwright.models.llama:build",
+            "builder": "meshwright_models.llama:build",
             "options": sizes | {"ffn_size": 14336, "max_sequence_length": 131072},
         },
         "data": {"train": "random", "sequence_length": 131072},

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from meshwright.config import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
-from meshwright.tools.planner.cost import StepTime, step_time
-from meshwright.tools.planner.hardware import Hardware, Link, known, read_hardware
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
-from meshwright.tools.planner.layer_time import _WorkTimer, context_exchange_s, layer_time, overlapped_calls
-from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.links import GroupLink
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
+from meshwright_plan.planner.cost import StepTime, step_time
+from meshwright_plan.planner.hardware import Hardware, Link, known, read_hardware
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright_plan.planner.layer_time import _WorkTimer, context_exchange_s, layer_time, overlapped_calls
+from meshwright_plan.planner.layout_model import LayoutModel
+from meshwright_plan.planner.links import GroupLink
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.operations import Work, WorkKind
+from meshwright_plan.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
 
 IDEAL = RateFractions(
     product=1.0,
@@ -56,7 +56,7 @@ def config(**changes: Any) -> RunConfig:
     chunks = changes.pop("chunks", 4)
     options = {"vocab_size": 1024, "hidden_size": 256, "num_layers": 4, "num_heads": 8, "dropout": 0.0, "tied": False}
     return RunConfig(
-        model=Model(builder="meshwright.models.gpt2:build", options=options | {"max_sequence_length": 512}),
+        model=Model(builder="meshwright_models.gpt2:build", options=options | {"max_sequence_length": 512}),
         data=Data(train="x", sequence_length=512),
         batch=Batch(micro_batch_size=2, chunks=chunks, global_batch=2 * chunks * parallel["dp"]),
         parallel=Parallel(**parallel),
@@ -390,7 +390,7 @@ def test_a_sequence_over_several_ranks_does_their_attention_and_exchanges_heads_
 def test_kernels_that_keep_their_inputs_only_keep_less() -> None:
     options = {"vocab_size": 1024, "hidden_size": 256, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8}
     model = Model(
-        builder="meshwright.models.llama:build", options=options | {"ffn_size": 512, "max_sequence_length": 512}
+        builder="meshwright_models.llama:build", options=options | {"ffn_size": 512, "max_sequence_length": 512}
     )
     of = config().model_copy(update={"model": model})
     plain = layout(of, ExecutionOptions(fused=True)).layers[1].kept_bytes
@@ -414,7 +414,7 @@ def test_no_device_is_thought_to_reach_more_than_any_was_seen_to(name: str) -> N
     hardware = read_hardware(name)
     options = {"vocab_size": 32000, "hidden_size": 8192, "num_layers": 8, "num_heads": 64, "num_kv_heads": 8}
     model = Model(
-        builder="meshwright.models.llama:build", options=options | {"ffn_size": 28672, "max_sequence_length": 4096}
+        builder="meshwright_models.llama:build", options=options | {"ffn_size": 28672, "max_sequence_length": 4096}
     )
     of = config(chunks=1).model_copy(update={"model": model, "data": Data(train="x", sequence_length=4096)})
     seconds = step_time(layout(of), PerformanceModel.of(hardware)).total

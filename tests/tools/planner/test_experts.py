@@ -10,22 +10,22 @@ import pytest
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.tools.at_rest import Elements, held_at_rest
-from meshwright.tools.dryrun.job import dry_run_job
-from meshwright.tools.planner.choice import Choice, Rejection, choice_of, with_choice
-from meshwright.tools.planner.choices import choices
-from meshwright.tools.planner.experts import PAIRED, exchange_s
-from meshwright.tools.planner.explanation import parts
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
-from meshwright.tools.planner.load import largest_skew, room_for_skew
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.operations import WorkKind
-from meshwright.tools.planner.plan import evaluate, usable_bytes
-from meshwright.tools.planner.rates import PerformanceModel
-from meshwright.tools.planner.reduction_buffers import GLOO
-from meshwright.tools.planner.search import search
-from meshwright.tools.planner.text import describe
+from meshwright.optimizer.at_rest import Elements, held_at_rest
+from meshwright_plan.dryrun.job import dry_run_job
+from meshwright_plan.planner.choice import Choice, Rejection, choice_of, with_choice
+from meshwright_plan.planner.choices import choices
+from meshwright_plan.planner.experts import PAIRED, exchange_s
+from meshwright_plan.planner.explanation import parts
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright_plan.planner.load import largest_skew, room_for_skew
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.operations import WorkKind
+from meshwright_plan.planner.plan import evaluate, usable_bytes
+from meshwright_plan.planner.rates import PerformanceModel
+from meshwright_plan.planner.reduction_buffers import GLOO
+from meshwright_plan.planner.search import search
+from meshwright_plan.planner.text import describe
 from tests.support.processes import larger
 from tests.tools.planner.small import LENGTH, LLAMA, OPTIONS, cache, hardware
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.tools.planner.calibrate import to_toml
-from meshwright.tools.planner.hardware import Link, Rate, interpolated_seconds, known, read_hardware
-from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright_plan.planner.calibrate import to_toml
+from meshwright_plan.planner.hardware import Link, Rate, interpolated_seconds, known, read_hardware
+from meshwright_plan.planner.operations import Work, WorkKind
+from meshwright_plan.planner.rates import PerformanceModel
 from tests.support.errors import has_code
 from tests.tools.planner.small import hardware
 

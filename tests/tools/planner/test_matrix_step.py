@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config import RunConfig, resolve
+from meshwright.optimizer.at_rest import held_at_rest
 from meshwright.optimizer.matrix import newton_schulz
 from meshwright.schedule.action import Kind
-from meshwright.tools.at_rest import held_at_rest
-from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, share_blueprint
-from meshwright.tools.dryrun.job import Job, dry_run_job, matrices_of_rank
-from meshwright.tools.dryrun.rank_profile import RankProfile
-from meshwright.tools.dryrun.report import flops_of
-from meshwright.tools.planner.choice import with_choice
-from meshwright.tools.planner.cost import step_time
-from meshwright.tools.planner.matrix_step import (
+from meshwright_plan.dryrun.fake_step import grid_of, profile_rank, share_blueprint
+from meshwright_plan.dryrun.job import Job, dry_run_job, matrices_of_rank
+from meshwright_plan.dryrun.rank_profile import RankProfile
+from meshwright_plan.dryrun.report import flops_of
+from meshwright_plan.planner.choice import with_choice
+from meshwright_plan.planner.cost import step_time
+from meshwright_plan.planner.matrix_step import (
     ELEMENT_BYTES,
     HolderGroups,
     Holders,
@@ -32,8 +32,8 @@ from meshwright.tools.planner.matrix_step import (
     plan_exchanges,
     temporary_bytes,
 )
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.nearest import search_with_offload
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.nearest import search_with_offload
 from tests.tools.planner.small import cache, config, hardware
 from tests.tools.planner.test_cost import IDEAL_DEVICE, layout
 from tests.tools.planner.test_cost import config as config_of_cost
@@ -172,7 +172,7 @@ LLAMA = {"vocab_size": 96, "num_layers": 1, "hidden_size": 32, "num_heads": 4, "
 def mixture(**parallel: Any) -> RunConfig:
     """A Llama with 8 experts in its block and Muon."""
     tree = {
-        "model": {"builder": "meshwright.models.llama:build", "options": LLAMA | {"moe": MOE}},
+        "model": {"builder": "meshwright_models.llama:build", "options": LLAMA | {"moe": MOE}},
         "data": {"train": "random", "sequence_length": 16},
         "batch": {"micro_batch_size": 1, "chunks": 1},
         "parallel": {"zero": 1} | parallel,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import RunConfig, resolve
-from meshwright.launch.pool import RankPool
+from meshwright.optimizer.at_rest import Elements, StateWidths, held_at_rest
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.at_rest import Elements, StateWidths, held_at_rest
-from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
-from meshwright.tools.planner.footprint import BackwardPoint, Footprint, SharedWeight, footprint
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import LayerProfile, OutputTensor
-from meshwright.tools.planner.memory import ActionMemory, row_peak
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.rates import FrameworkTraits
-from meshwright.tools.planner.reduction_buffers import GLOO, NCCL, Backend, ReductionBuffers
+from meshwright_launch.pool import RankPool
+from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
+from meshwright_plan.planner.footprint import BackwardPoint, Footprint, SharedWeight, footprint
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.layer_profile import LayerProfile, OutputTensor
+from meshwright_plan.planner.memory import ActionMemory, row_peak
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.rates import FrameworkTraits
+from meshwright_plan.planner.reduction_buffers import GLOO, NCCL, Backend, ReductionBuffers
 from tests.support.processes import RUNS, measured
 from tests.tools.planner.small import LENGTH, LLAMA, OPTIONS, config
 
@@ -263,7 +263,7 @@ def test_a_large_vocabulary_is_reduced_in_the_memory_that_a_dry_run_counts(
     options = OPTIONS | LLAMA | {"vocab_size": 8192, "hidden_size": 64}
     of = RunConfig.model_validate(
         {
-            "model": {"builder": "meshwright.models.llama:build", "options": options},
+            "model": {"builder": "meshwright_models.llama:build", "options": options},
             "data": {"train": "in memory", "sequence_length": LENGTH},
             "batch": {"micro_batch_size": 1, "chunks": 4},
             "parallel": parallel,

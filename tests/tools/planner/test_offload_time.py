@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.planner.cost import StepTime, step_time
-from meshwright.tools.planner.hardware import Link
-from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel
+from meshwright_plan.planner.cost import StepTime, step_time
+from meshwright_plan.planner.hardware import Link
+from meshwright_plan.planner.rates import FrameworkTraits, PerformanceModel
 from tests.tools.planner.test_cost import DEVICE, IDEAL, config, layout
 
 FREE = Link(bytes_per_s=1e18, latency_s=0.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.launch.plans import execution_options
-from meshwright.tools.planner.choice import Choice, choice_of, with_choice
-from meshwright.tools.planner.estimates import compute_schedule, lowered_schedule
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.plan import evaluate
+from meshwright_plan.commands.plans import execution_options
+from meshwright_plan.planner.choice import Choice, choice_of, with_choice
+from meshwright_plan.planner.estimates import compute_schedule, lowered_schedule
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.plan import evaluate
 from tests.tools.planner.small import config, hardware
 
 

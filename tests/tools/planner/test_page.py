@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.planner.hardware import Link
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.page import page
-from meshwright.tools.planner.plan import Plan
-from meshwright.tools.planner.search import search
+from meshwright_plan.planner.hardware import Link
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.page import page
+from meshwright_plan.planner.plan import Plan
+from meshwright_plan.planner.search import search
 from tests.support.chromium import CHROMIUM, Browser
 from tests.tools.planner.small import cache, hardware
 

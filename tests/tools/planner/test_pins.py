@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.tools.planner.choice import Choice
-from meshwright.tools.planner.choices import choices
-from meshwright.tools.planner.search import search
+from meshwright_plan.planner.choice import Choice
+from meshwright_plan.planner.choices import choices
+from meshwright_plan.planner.search import search
 from tests.tools.planner.small import cache, hardware
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tools.planner.hardware import read_hardware
-from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
-from meshwright.tools.planner.operations import Work, WorkKind, WorkRecorder
-from meshwright.tools.planner.profile import LayerProfiler, counting_group
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright_plan.planner.hardware import read_hardware
+from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright_plan.planner.operations import Work, WorkKind, WorkRecorder
+from meshwright_plan.planner.profile import LayerProfiler, counting_group
+from meshwright_plan.planner.rates import PerformanceModel
 from tests.support.processes import Live
 from tests.tools.planner.small import cache
 
@@ -231,7 +231,7 @@ def test_operations_that_are_fused_move_fewer_bytes() -> None:
 
 
 def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import meshwright.tools.planner.profile as module
+    import meshwright_plan.planner.profile as module
 
     run: list[str] = []
     original = module.LayerRun

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.tools.planner.rates import RateFractions
+from meshwright_plan.planner.rates import RateFractions
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

@@ -8,13 +8,13 @@ import pytest
 
 from meshwright.config import resolve
 from meshwright.errors import ConfigError
-from meshwright.launch.comparisons import read_wanted
-from meshwright.tools.planner.choice import Choice, choice_of, with_choice
-from meshwright.tools.planner.comparison import own_layout, verdict, why_not
-from meshwright.tools.planner.explanation import parts, why
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
-from meshwright.tools.planner.ranking import (
+from meshwright_plan.commands.comparisons import read_wanted
+from meshwright_plan.planner.choice import Choice, choice_of, with_choice
+from meshwright_plan.planner.comparison import own_layout, verdict, why_not
+from meshwright_plan.planner.explanation import parts, why
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.plan import Plan, RankedLayout, usable_bytes
+from meshwright_plan.planner.ranking import (
     TIE_SHARE,
     choose_lines,
     complexity,
@@ -23,9 +23,9 @@ from meshwright.tools.planner.ranking import (
     is_tie,
     simplest,
 )
-from meshwright.tools.planner.search import search
-from meshwright.tools.planner.sweep import sweep, sweep_figure, sweep_table
-from meshwright.tools.planner.text import describe
+from meshwright_plan.planner.search import search
+from meshwright_plan.planner.sweep import sweep, sweep_figure, sweep_table
+from meshwright_plan.planner.text import describe
 from tests.support.errors import has_code
 from tests.tools.planner.small import cache, hardware
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import resolve
-from meshwright.launch.cli import main
-from meshwright.models import llama
-from meshwright.tools.planner.choice import Choice, Rejection, with_choice
-from meshwright.tools.planner.choices import choices
-from meshwright.tools.planner.comparison import own_layout
-from meshwright.tools.planner.search import search
+from meshwright_launch.cli import main
+from meshwright_models import llama
+from meshwright_plan.planner.choice import Choice, Rejection, with_choice
+from meshwright_plan.planner.choices import choices
+from meshwright_plan.planner.comparison import own_layout
+from meshwright_plan.planner.search import search
 from tests.tools.planner.small import cache, hardware
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.launch.pool import RankPool
-from meshwright.tools.planner.hardware import Ring, read_hardware
-from meshwright.tools.planner.links import ring_link
-from meshwright.tools.planner.rates import PerformanceModel
-from meshwright.tools.planner.rings import check_nodes, lengths, measure_rings
+from meshwright_launch.pool import RankPool
+from meshwright_plan.planner.hardware import Ring, read_hardware
+from meshwright_plan.planner.links import ring_link
+from meshwright_plan.planner.rates import PerformanceModel
+from meshwright_plan.planner.rings import check_nodes, lengths, measure_rings
 
 RINGS = [
     Ring(size=2, bytes_per_s=8e9, latency_s=1e-5),
@@ -87,7 +87,7 @@ def test_all_ranks_measure_all_lengths(pool: RankPool) -> None:
 
 @pytest.mark.long
 def test_the_command_adds_rings_to_a_file(tmp_path: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "meshwright.launch"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "meshwright_launch"]
     words += ["calibrate", "--rings", "--cluster", "h100", "--out", str(tmp_path / "mine.toml")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environ)

@@ -13,23 +13,23 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import peak_activations
-from meshwright.tools.planner.choice import Choice, Rejection, choice_of, with_choice
-from meshwright.tools.planner.choices import SCHEDULES, choices, divisors
-from meshwright.tools.planner.estimates import compute_schedule, estimate_bytes, estimate_s, in_flight, lowered_schedule
-from meshwright.tools.planner.hardware import Hardware
-from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
-from meshwright.tools.planner.rates import PerformanceModel
-from meshwright.tools.planner.reduction_buffers import NCCL
-from meshwright.tools.planner.search import search
-from meshwright.tools.planner.text import chosen_config, describe
+from meshwright_plan.planner.choice import Choice, Rejection, choice_of, with_choice
+from meshwright_plan.planner.choices import SCHEDULES, choices, divisors
+from meshwright_plan.planner.estimates import compute_schedule, estimate_bytes, estimate_s, in_flight, lowered_schedule
+from meshwright_plan.planner.hardware import Hardware
+from meshwright_plan.planner.model_cache import ModelCache
+from meshwright_plan.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
+from meshwright_plan.planner.rates import PerformanceModel
+from meshwright_plan.planner.reduction_buffers import NCCL
+from meshwright_plan.planner.search import search
+from meshwright_plan.planner.text import chosen_config, describe
 from tests.support.errors import has_code
 from tests.tools.planner.small import OPTIONS, cache, hardware
 
 KINDS = {
-    "llama": ("meshwright.models.llama:build", {}),
-    "tied gpt2": ("meshwright.models.gpt2:build", {}),
-    "t5": ("meshwright.models.t5:build", {"num_layers": 1}),
+    "llama": ("meshwright_models.llama:build", {}),
+    "tied gpt2": ("meshwright_models.gpt2:build", {}),
+    "t5": ("meshwright_models.t5:build", {"num_layers": 1}),
     "plain": ("tests.support.builders:plain", {}),
     "carrying": ("tests.support.builders:carrying", {}),
     "frozen": ("tests.support.builders:frozen", {}),
@@ -122,8 +122,8 @@ def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_draw
         too_much = 2**40 * (choice.recompute != "full")
         return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
 
-    monkeypatch.setattr("meshwright.tools.planner.search.choices", lambda *_, **__: iter(alike))
-    monkeypatch.setattr("meshwright.tools.planner.search.evaluate", grown)
+    monkeypatch.setattr("meshwright_plan.planner.search.choices", lambda *_, **__: iter(alike))
+    monkeypatch.setattr("meshwright_plan.planner.search.evaluate", grown)
     plan = search(bench, box, 1)
     assert {each.choice.recompute for each in plan.best} == {"full"}
     assert plan.num_fitting == sum(c.recompute == "full" for c in alike)
@@ -177,7 +177,7 @@ def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
 
 
 def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
-    bench = cache("meshwright.models.gpt2:build")
+    bench = cache("meshwright_models.gpt2:build")
     shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
     parts = sum(parameter.numel() for parameter in bench.model.layers.parameters())  # torch counts a shared one once
     assert bench.total_elements(1, False).trained == parts
@@ -235,10 +235,10 @@ def test_the_ranks_that_are_walked_are_enough() -> None:
 def test_one_cache_serves_several_devices() -> None:
     """The search for a request that works tries other devices with the same model."""
     fast, slow = hardware(), hardware(flops_per_s={"bfloat16": 1e9, "float32": 1e9})
-    shared = cache("meshwright.models.llama:build", 4)
+    shared = cache("meshwright_models.llama:build", 4)
     choice = next(each for each in choices(shared, fast, 1) if isinstance(each, Choice))
     times = [estimate_s(shared, PerformanceModel.of(each), choice) for each in (fast, slow)]
-    alone = estimate_s(cache("meshwright.models.llama:build", 4), PerformanceModel.of(slow), choice)
+    alone = estimate_s(cache("meshwright_models.llama:build", 4), PerformanceModel.of(slow), choice)
     assert times[0] < times[1] == alone
 
 
@@ -263,7 +263,7 @@ def test_a_search_runs_few_layers_and_cuts_few_stages(monkeypatch: pytest.Monkey
         "layouts": "model_cache.ModelCache.layout",
     }
     for name, place in places.items():
-        path = f"meshwright.tools.planner.{place}"
+        path = f"meshwright_plan.planner.{place}"
         monkeypatch.setattr(path, counted(name, pkgutil.resolve_name(path)))
     bench = cache(samples=32, num_layers=30)
     plan = search(bench, hardware(devices_per_node=4), 4)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.tools.planner.experts import exchange_s
-from meshwright.tools.planner.hardware import Ring, read_hardware
-from meshwright.tools.planner.layer_profile import GroupMessages
-from meshwright.tools.planner.links import Spread, leaves_node, spread_of
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright_plan.planner.experts import exchange_s
+from meshwright_plan.planner.hardware import Ring, read_hardware
+from meshwright_plan.planner.layer_profile import GroupMessages
+from meshwright_plan.planner.links import Spread, leaves_node, spread_of
+from meshwright_plan.planner.rates import PerformanceModel
 
 
 def counted(size: int, stride: int, linked: int, num_ranks: int) -> Spread:

@@ -8,7 +8,7 @@ from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis import Costs, Reading, Span, Timeline, simulate
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.lower import lower
-from meshwright.tools.report.account import Account, account, measured_costs, table, without_early_steps
+from meshwright_plan.report.account import Account, account, measured_costs, table, without_early_steps
 from tests.schedule.sizes import smallest
 
 

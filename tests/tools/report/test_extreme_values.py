@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.cli import main
-from meshwright.tools.page.points import drawable
+from meshwright_launch.cli import main
+from meshwright_plan.page.points import drawable
 from tests.tools.report.builders import make_run
 
 VALUES: list[Any] = [1e308, -1e308, 1e-320, 0, "NaN", "-Infinity", "1e308", 10**18]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.mesh.grid import Grid
-from meshwright.tools.report.page import page
-from meshwright.tools.report.run import read_run
+from meshwright_plan.report.page import page
+from meshwright_plan.report.run import read_run
 from tests.support.chromium import CHROMIUM, Browser
 from tests.tools.report.builders import make_mixture_run, make_run
 

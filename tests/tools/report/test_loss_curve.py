@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from meshwright.errors import DataError, UserError
-from meshwright.tools.report.loss_curve import loss_curve, running_mean
 from meshwright.tracking.jsonl import JsonlSink
+from meshwright_plan.report.loss_curve import loss_curve, running_mean
 from tests.support.errors import has_code
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.launch.cli import main
 from meshwright.mesh.grid import Grid
-from meshwright.tools.report.curves import LOSS, layout_of, loss_curves, marks_of, points
-from meshwright.tools.report.page import MAX_ROWS, differences, facts, memory_of, page, time_totals
-from meshwright.tools.report.run import clock, read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
 from meshwright.watch.hang.status import Status
+from meshwright_launch.cli import main
+from meshwright_plan.report.curves import LOSS, layout_of, loss_curves, marks_of, points
+from meshwright_plan.report.page import MAX_ROWS, differences, facts, memory_of, page, time_totals
+from meshwright_plan.report.run import clock, read_run
 from tests.support.errors import has_code
 from tests.tools.report.builders import make_checkpoint, make_mixture_run, make_peaks, make_run, record
 
@@ -310,7 +310,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_without_matplotlib_schedules_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.tools.picture.library.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright_plan.picture.library.find_spec", lambda name: None)
     directory = make_run(tmp_path / "demo", 5)
     assert main(["report", str(directory)]) == 0
     text = (directory / "report.html").read_text()
@@ -321,7 +321,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "demo", 5)
     script = f"""
 import sys
-from meshwright.launch.cli import main
+from meshwright_launch.cli import main
 code = main(["report", {str(directory)!r}])
 assert not {{"torch", "transformers", "wandb"}} & sys.modules.keys()
 sys.exit(code)

@@ -16,9 +16,9 @@ from typing import Any, get_args
 import pytest
 
 from meshwright.config.keys import KEYS
-from meshwright.launch.arguments import build_parser
-from meshwright.launch.cli import main
-from meshwright.tools.trust import CODE_KEYS
+from meshwright.run.trust import CODE_KEYS
+from meshwright_launch.arguments import build_parser
+from meshwright_launch.cli import main
 from tests.tools.untrusted.planted import CANARY, MODULE, payloads, planted
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ BUILDERS: dict[str, dict[str, Any]] = {
     "namespace": {"builder": "bare.payload:build"},
     "in-models": {"builder": "models.payload:build"},
     "in-framework": {"builder": "framework.payload:build"},
-    "through-ours": {"builder": "meshwright.models.blocks:torch"},
+    "through-ours": {"builder": "meshwright_models.blocks:torch"},
 }
 READS = {
     "sample": ["sample", "{place}", "--prompt=a"],
@@ -286,7 +286,7 @@ def test_trusted_code_is_named_and_used(desk: Path, capfd: pytest.CaptureFixture
 
 SMALL = """
 [model]
-builder = "meshwright.models.gpt2:build"
+builder = "meshwright_models.gpt2:build"
 options = {vocab_size = 8, hidden_size = 8, num_layers = 1, num_heads = 1, max_sequence_length = 8}
 [data]
 train = "x"
@@ -298,17 +298,17 @@ global_batch = 1
 device = "cpu"
 """
 STARTS = {
-    "-m": ["-m", "meshwright.launch"],
-    "script": ["-c", "import sys; del sys.path[0]; from meshwright.launch.cli import main; sys.exit(main())"],
+    "-m": ["-m", "meshwright_launch"],
+    "script": ["-c", "import sys; del sys.path[0]; from meshwright_launch.cli import main; sys.exit(main())"],
 }
-"""As `python -m meshwright.launch`, and as pip's script `meshwright` does it."""
+"""As `python -m meshwright_launch`, and as pip's script `meshwright` does it."""
 
 
 @pytest.mark.parametrize("start", [pytest.param("-m", marks=pytest.mark.torture), "script"])
 def test_nothing_in_the_working_directory_hides_ours(start: str, desk: Path) -> None:
     """Processes of their own among folders and files with our names, and those of libraries, installed and not."""
     if start == "-m":
-        shutil.rmtree(desk / "meshwright")  # `python -m meshwright.launch` takes that one, as `python -m` does with any
+        shutil.rmtree(desk / "meshwright")  # `python -m meshwright_launch` takes that one, as `python -m` does with any
     for name in ("random", "torch", "pydantic", "kernels"):
         (desk / f"{name}.py").write_text(MODULE)
     (desk / "small.toml").write_text(SMALL)

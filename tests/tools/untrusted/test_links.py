@@ -10,9 +10,9 @@ import pytest
 
 import meshwright
 from meshwright.errors import ConfigError
-from meshwright.launch.cli import main
 from meshwright.run.files import check_run_files
 from meshwright.tracking.wandb import _child_environment
+from meshwright_launch.cli import main
 from tests.support.errors import has_code
 from tests.tools.untrusted.planted import CANARY, payloads, planted
 
@@ -111,7 +111,7 @@ def test_settings_of_a_working_directory_are_not_those_of_pictures(run: Path) ->
     pytest.importorskip("matplotlib")
     import matplotlib
 
-    from meshwright.tools.picture.library import require_matplotlib
+    from meshwright_plan.picture.library import require_matplotlib
 
     matplotlib.rcParams["text.usetex"] = True  # as a matplotlibrc there has set it
     require_matplotlib()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-SOURCES = [path for folder in ("framework", "launch", "models", "examples") for path in (ROOT / folder).rglob("*.py")]
+from tests.support.sources import ROOT, files
+
+SOURCES = [*files(), *(ROOT / "examples").rglob("*.py")]
 UNSAFE = re.compile(
     r"(eval|exec|compile|__import__|input)"
     r"|(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve|torch)\.(loads?|Unpickler|open)"
@@ -23,65 +24,65 @@ UNSAFE = re.compile(
     r"|jinja2\.Template|.*\.from_string|plt\.style\.use|matplotlib\.style\.use|.*\.from_pretrained"
 )
 ALLOWED = {
-    ("launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
-    ("launch/worker.py", "pickle.loads"): "the same pipes, from the forked side",
-    ("framework/data/worker_process.py", "pickle.loads"): "a pipe from a process that this one has started",
-    ("framework/data/worker_main.py", "pickle.loads"): "the pipe from the process that has started this one",
+    ("launch/meshwright_launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
+    ("launch/meshwright_launch/worker.py", "pickle.loads"): "the same pipes, from the forked side",
+    ("framework/meshwright/data/worker_process.py", "pickle.loads"): "a pipe from a process that this one has started",
+    ("framework/meshwright/data/worker_main.py", "pickle.loads"): "the pipe from the process that has started this one",
     (
-        "framework/config/functions.py",
+        "framework/meshwright/config/functions.py",
         "importlib.import_module",
-    ): "the door: framework/run/trust.py says for whom it opens",
-    ("launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
-    ("framework/__init__.py", "importlib.import_module"): "the table of public names",
+    ): "the door: framework/meshwright/run/trust.py says for whom it opens",
+    ("launch/meshwright_launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
+    ("framework/meshwright/__init__.py", "importlib.import_module"): "the table of public names",
     (
-        "launch/arguments/common.py",
+        "launch/meshwright_launch/arguments/common.py",
         "importlib.import_module",
     ): "the functions of our own commands, named in their parsers",
 }
 IMPORTERS = {
-    "framework/model/build.py": "model.builder; see BUILDERS",
-    "framework/model/groups.py": "model.parameter_groups of a configuration that was judged as model.builder was",
-    "framework/optimizer/own.py": "optimizer.builder and .schedule of a configuration judged as model.builder was",
-    "framework/optimizer/own_defaults.py": "the same optimizer.builder, in a run, a verify or a plan that was judged",
-    "framework/tools/verify/plain_optimizer.py": "the same optimizer.builder",
-    "framework/tools/verify/plain_rate.py": "the same optimizer.schedule",
-    "framework/schedule/own.py": "pipeline.schedule of a configuration judged as model.builder was; not in a report",
-    "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
-    "framework/data/collate.py": "data.collate of a configuration that was judged as model.builder was",
-    "framework/tools/interop/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
-    "launch/callbacks.py": "train.callbacks of a configuration that was judged as model.builder was",
-    "framework/tracking/observer.py": "tracking.sinks of a configuration that was judged as model.builder was",
+    "framework/meshwright/model/build.py": "model.builder; see BUILDERS",
+    "framework/meshwright/model/groups.py": "model.parameter_groups of a configuration judged as model.builder was",
+    "framework/meshwright/optimizer/own.py": "optimizer.builder and .schedule, judged as model.builder was",
+    "framework/meshwright/optimizer/own_defaults.py": "the same optimizer.builder, in a run that was judged",
+    "framework/meshwright/verify/plain_optimizer.py": "the same optimizer.builder",
+    "framework/meshwright/verify/plain_rate.py": "the same optimizer.schedule",
+    "framework/meshwright/schedule/own.py": "pipeline.schedule, judged as model.builder was; not in a report",
+    "framework/meshwright/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
+    "framework/meshwright/data/collate.py": "data.collate of a configuration that was judged as model.builder was",
+    "tools/meshwright_interop/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
+    "launch/meshwright_launch/callbacks.py": "train.callbacks of a configuration that was judged as model.builder was",
+    "framework/meshwright/tracking/observer.py": "tracking.sinks of a configuration judged as model.builder was",
 }
 BUILDERS = {
-    "framework/tools/verify/magnify.py": "the configuration of `meshwright verify`, with other rates",
-    "framework/tools/verify/trials.py": "the configuration of `meshwright verify`, with other sizes",
-    "framework/blueprint.py": "the configuration of a command line, of tools/inference/load.py or tools/reshard.py",
-    "framework/tools/planner/model_cache.py": "the configuration of a command line",
-    "framework/tools/verify/reference.py": "the configuration of a command line",
-    "framework/tools/verify/initial.py": "the configuration of a command line",
-    "framework/tools/verify/rank.py": "the configuration of a command line",
-    "framework/tools/verify/run.py": "the configuration of a command line",
-    "framework/tools/verify/traits.py": "the configuration of a command line",
-    "framework/tools/interop/huggingface/convert/importing.py": "only the builders of FAMILIES, which are ours",
-    "framework/tools/interop/huggingface/restructure/export.py": "hf:DIRECTORY, and no other",
-    "framework/tools/interop/huggingface/restructure/adapters.py": "hf:DIRECTORY, or that of a command line",
-    "framework/tools/interop/huggingface/convert/adapters.py": "after a plan of export, which takes FAMILIES' alone",
-    "framework/tools/interop/huggingface/adapters.py": "after a plan of export, which takes FAMILIES' or hf:DIRECTORY",
+    "framework/meshwright/verify/magnify.py": "the configuration of `meshwright verify`, with other rates",
+    "framework/meshwright/verify/trials.py": "the configuration of `meshwright verify`, with other sizes",
+    "framework/meshwright/blueprint.py": "the configuration of a command line, or of inference/",
+    "tools/meshwright_plan/planner/model_cache.py": "the configuration of a command line",
+    "framework/meshwright/verify/reference.py": "the configuration of a command line",
+    "framework/meshwright/verify/initial.py": "the configuration of a command line",
+    "framework/meshwright/verify/rank.py": "the configuration of a command line",
+    "framework/meshwright/verify/run.py": "the configuration of a command line",
+    "framework/meshwright/verify/traits.py": "the configuration of a command line",
+    "tools/meshwright_interop/huggingface/convert/importing.py": "only the builders of FAMILIES, which are ours",
+    "tools/meshwright_interop/huggingface/restructure/export.py": "hf:DIRECTORY, and no other",
+    "tools/meshwright_interop/huggingface/restructure/adapters.py": "hf:DIRECTORY, or that of a command line",
+    "tools/meshwright_interop/huggingface/convert/adapters.py": "after a plan of export, which takes FAMILIES' alone",
+    "tools/meshwright_interop/huggingface/adapters.py": "after a plan of export, which takes FAMILIES' or hf:DIRECTORY",
 }
 READERS = {
-    "framework/tools/inference/load.py": "sample and eval: check_trusted",
-    "framework/tools/reshard.py": "check_trusted",
-    "framework/tools/interop/huggingface/convert/importing.py": "only FAMILIES' builders, and the user's own words",
-    "framework/tools/interop/huggingface/export.py": "only the builders of FAMILIES, which are ours, or hf:DIRECTORY",
-    "framework/tools/interop/huggingface/convert/adapters.py": "a base run's, after the same plan of export",
-    "framework/tools/interop/huggingface/adapters.py": "the same builders, without parameter groups: model_of",
-    "framework/tools/interop/huggingface/restructure/adapters.py": "of peft's file rank, scale, dropout, directory",
-    "framework/tools/interop/configs/convert.py": "written as a file, and not built",
-    "framework/tools/report/run.py": "shown, and not built",
-    "framework/tools/dryrun/cuda/__main__.py": "the configuration of a command line, from the process that started it",
-    "framework/tools/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
-    "launch/commands.py": "plot: the paths of the corpus",
-    "launch/python.py": "make_config: the sections that the caller's own code gives",
+    "framework/meshwright/inference/load.py": "sample and eval: check_trusted",
+    "framework/meshwright/inference/reshard.py": "check_trusted",
+    "tools/meshwright_interop/huggingface/convert/importing.py": "only FAMILIES' builders, and the user's own words",
+    "tools/meshwright_interop/huggingface/export.py": "only the builders of FAMILIES, which are ours, or hf:DIRECTORY",
+    "tools/meshwright_interop/huggingface/convert/adapters.py": "a base run's, after the same plan of export",
+    "tools/meshwright_interop/huggingface/adapters.py": "the same builders, without parameter groups: model_of",
+    "tools/meshwright_interop/huggingface/restructure/adapters.py": "of peft's file rank, scale, dropout, directory",
+    "tools/meshwright_interop/configs/convert.py": "written as a file, and not built",
+    "tools/meshwright_plan/report/run.py": "shown, and not built",
+    "tools/meshwright_plan/dryrun/cuda/__main__.py": "the configuration of a command line, from its parent",
+    "framework/meshwright/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
+    "launch/meshwright_launch/commands.py": "plot: the paths of the corpus",
+    "launch/meshwright_launch/python.py": "make_config: the sections that the caller's own code gives",
 }
 """They make a configuration of what a run, a checkpoint or another framework's file says."""
 
@@ -129,8 +130,8 @@ def test_what_is_allowed_is_still_there() -> None:
 
 def test_who_imports_what_a_configuration_names() -> None:
     """A new caller is judged by where its path comes from, and put into the table with that."""
-    assert callers("find_function") - {"framework/config/functions.py"} == IMPORTERS.keys()
-    assert callers("build_model", "configured_model") - {"framework/model/build.py"} == BUILDERS.keys()
+    assert callers("find_function") - {"framework/meshwright/config/functions.py"} == IMPORTERS.keys()
+    assert callers("build_model", "configured_model") - {"framework/meshwright/model/build.py"} == BUILDERS.keys()
 
 
 def test_who_reads_saved_configurations() -> None:

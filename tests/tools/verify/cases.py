@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
-from meshwright.tools.verify import Layout, VerdictRow, compare, layout_config
-from meshwright.tools.verify.compare import tolerance_of
-from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
-from meshwright.tools.verify.run import Reference, micro_batch_sizes_of, reference_of
+from meshwright.verify import Layout, VerdictRow, compare, layout_config
+from meshwright.verify.compare import tolerance_of
+from meshwright.verify.rank import merge, open_verify_source, run_layout
+from meshwright.verify.run import Reference, micro_batch_sizes_of, reference_of
+from meshwright_launch.pool import RankPool
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")
@@ -81,14 +81,14 @@ def model_config(model: str, size: Size, **options: Any) -> RunConfig:
         depths = {"num_layers": max(1, size.num_blocks // 2), "num_decoder_layers": size.num_blocks // 2 + 1}
         own = {"vocab_size": VOCAB_SIZE, "hidden_size": 4 * size.heads, "num_heads": size.heads, "max_distance": 20}
         data = {"train": "random", "sequence_length": size.sequence_length, "task": "span_corruption"}
-        return config_of("meshwright.models.t5:build", depths | own | options, size.sequence_length, data=data)
+        return config_of("meshwright_models.t5:build", depths | own | options, size.sequence_length, data=data)
     common = {"vocab_size": VOCAB_SIZE, "num_layers": size.num_blocks, "max_sequence_length": size.sequence_length}
     if model == "gpt2":
         own = {"hidden_size": 4 * size.heads, "num_heads": size.heads, "dropout": 0.1}
     else:
         own = {"hidden_size": 4 * size.heads, "num_heads": 2 * size.heads, "num_kv_heads": size.heads}
         own["ffn_size"] = 6 * size.heads
-    return config_of(f"meshwright.models.{model}:build", common | own | options, size.sequence_length)
+    return config_of(f"meshwright_models.{model}:build", common | own | options, size.sequence_length)
 
 
 def by_reference(cases: Iterable[Case], steps: int) -> list[Any]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.models import llama
-from meshwright.models.router import Router
+from meshwright_models import llama
+from meshwright_models.router import Router
 
 FACTORS = {"loss x tp": 2.0, "loss / dp": 0.5, "loss not attached": 0.0}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.models import llama
-from meshwright.models.experts import MoE
+from meshwright_models import llama
+from meshwright_models.experts import MoE
 
 
 class TokenNorm(nn.Module):

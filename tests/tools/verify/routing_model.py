@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.models import llama
-from meshwright.models.experts import MoE
-from meshwright.models.router import Router
+from meshwright_models import llama
+from meshwright_models.experts import MoE
+from meshwright_models.router import Router
 
 
 class Straying(Router):

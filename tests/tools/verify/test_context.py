@@ -16,16 +16,16 @@ from meshwright.config import RunConfig
 from meshwright.context_parallel import exchange, grouped
 from meshwright.context_parallel.cut import HeadCut, SampleTokens, TokenCut
 from meshwright.context_parallel.exchange import KeyScattering
-from meshwright.launch.pool import RankPool
-from meshwright.models import some_queries
-from meshwright.models.attention import AttentionCore
-from meshwright.models.rotary import Rotary
 from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import Stage
 from meshwright.seeding import Draw, SeededDropout
-from meshwright.tools.verify import Layout, compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import Layout, compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
+from meshwright_models import some_queries
+from meshwright_models.attention import AttentionCore
+from meshwright_models.rotary import Rotary
 from tests.tools.verify.cases import LATER, References, config_of, prove
 
 LENGTH = 24
@@ -43,7 +43,7 @@ def model(name: str, *, documents: bool) -> RunConfig:
     options = {"vocab_size": 61, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_sequence_length": LENGTH}
     options |= {"dropout": 0.1} | OPTIONS[name]
     data = {"train": "random", "sequence_length": LENGTH, "document_boundaries": documents}
-    return config_of(f"meshwright.models.{name.split(',')[0]}:build", options, LENGTH, data=data)
+    return config_of(f"meshwright_models.{name.split(',')[0]}:build", options, LENGTH, data=data)
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import torch
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, parse
 from meshwright.errors import ConfigError, ModelError
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import default_layouts, layout_config, parse_layout, traits_of
-from meshwright.tools.verify.layouts import own_layout
-from meshwright.tools.verify.rank import merge, run_layout
+from meshwright.verify import default_layouts, layout_config, parse_layout, traits_of
+from meshwright.verify.layouts import own_layout
+from meshwright.verify.rank import merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, References, Size, config_of, model_config, prove
 
 SMALL = Size(heads=8, sequence_length=8, num_blocks=2, global_batch=4)

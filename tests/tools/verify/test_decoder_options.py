@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, VOCAB_SIZE, References, config_of, prove, size_for
 
 BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
@@ -47,6 +47,6 @@ def test_a_layout_has_the_numbers_of_one_process(
     sizes = {"vocab_size": VOCAB_SIZE, "num_layers": size.num_blocks, "max_sequence_length": size.sequence_length}
     heads = {"num_heads": 2 * size.heads, "num_kv_heads": size.heads} if grouped else {"num_heads": size.heads}
     sizes |= {"hidden_size": 4 * size.heads, "ffn_size": 6 * size.heads, "head_dim": 4} | heads
-    config = config_of("meshwright.models.decoder:build", sizes | OPTIONS[name], size.sequence_length)
+    config = config_of("meshwright_models.decoder:build", sizes | OPTIONS[name], size.sequence_length)
     row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=3, twice=False)
     assert row.passed, "\n".join(row.problems)

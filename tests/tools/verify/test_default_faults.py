@@ -19,19 +19,19 @@ import meshwright.optimizer.matrix
 import meshwright.run.tensors
 import meshwright.step
 import meshwright.tensor_parallel.shared_units
-import meshwright.tools.verify.rank
+import meshwright.verify.rank
 from meshwright.config import Optimizer, RunConfig, batch_numbers, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
-from meshwright.launch.pool import RankPool
-from meshwright.launch.verification import TrialPlan, plan_trials
 from meshwright.mesh.turns import Turns
-from meshwright.models.router import Router
 from meshwright.optimizer import LossScale
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import Parts
-from meshwright.tools.verify import Layout, Trial, Verification, parse_layout
-from meshwright.tools.verify.rank import Pause, RankFindings, run_layout
+from meshwright.verify import Layout, Trial, Verification, parse_layout
+from meshwright.verify.rank import Pause, RankFindings, run_layout
+from meshwright_launch.pool import RankPool
+from meshwright_launch.verification import TrialPlan, plan_trials
+from meshwright_models.router import Router
 from tests.tools.verify import test_context as of_context
 from tests.tools.verify import test_seeded_faults as seeded
 from tests.tools.verify import test_shared_heads as of_heads
@@ -86,13 +86,13 @@ def scale_falls_at_the_first_overflow(patch: pytest.MonkeyPatch) -> None:
 
 def cursor_of_the_next_step(patch: pytest.MonkeyPatch) -> None:
     """A resume leaves out one batch."""
-    resume = meshwright.tools.verify.rank.resume
+    resume = meshwright.verify.rank.resume
 
     def ahead(parts: Parts, *args: Any) -> None:
         resume(parts, *args)
         parts.state.samples_seen += batch_numbers(parts.config).global_batch
 
-    patch.setattr(meshwright.tools.verify.rank, "resume", ahead)
+    patch.setattr(meshwright.verify.rank, "resume", ahead)
 
 
 def count_of_steps_lost(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load
 from meshwright.errors import UserError
-from meshwright.tools.verify import (
+from meshwright.verify import (
     default_layouts,
     layout_config,
     make_small,
@@ -21,9 +21,9 @@ from meshwright.tools.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.tools.verify.defaults import KIND_OF, scaled_down
-from meshwright.tools.verify.layouts import LAYOUT_WORDS, Layout, is_possible, parse_layout
-from meshwright.tools.verify.pairs import (
+from meshwright.verify.defaults import KIND_OF, scaled_down
+from meshwright.verify.layouts import LAYOUT_WORDS, Layout, is_possible, parse_layout
+from meshwright.verify.pairs import (
     FEATURES,
     SHARED,
     SHARED_BY_EXPERTS,
@@ -34,7 +34,7 @@ from meshwright.tools.verify.pairs import (
     is_full,
     wanted_pairs,
 )
-from meshwright.tools.verify.traits import Traits
+from meshwright.verify.traits import Traits
 from tests.tools.verify.cases import config_of
 
 ROOT = Path(__file__).parents[3]

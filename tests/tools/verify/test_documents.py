@@ -14,8 +14,8 @@ import pytest
 
 from meshwright.data.prepare.records import Form
 from meshwright.data.sources import open_sources
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_launch.pool import RankPool
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.support.layouts import samples
 from tests.tools.verify.cases import LATER, config_of
@@ -51,7 +51,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "corpus", "packing", "layout"), CASES)
 def test_layouts_agree(pool: RankPool, corpora: Path, model: str, corpus: str, packing: str, layout: str) -> None:
     options = {"vocab_size": 257, "hidden_size": 16, "num_heads": 4, **SIZES[model]}
-    config = config_of(f"meshwright.models.{model}:build", options, LENGTH)
+    config = config_of(f"meshwright_models.{model}:build", options, LENGTH)
     data = {"train": str(corpora / corpus / "train"), "packing": packing, "document_boundaries": True}
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
     batch = samples(open_sources(config)[0], 0, 8)

@@ -7,14 +7,14 @@ import functools
 import pytest
 import torch
 
-import meshwright.models.router
+import meshwright_models.router
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
-from meshwright.models.equal_scores import OF_TOKENS
-from meshwright.tools.verify import Verification, compare, layout_config, parse_layout, run_layout
-from meshwright.tools.verify.compare import TOLERANCES, relative_distances
-from meshwright.tools.verify.rank import RankFindings, merge
-from meshwright.tools.verify.sources import random_documents, random_sample
+from meshwright.verify import Verification, compare, layout_config, parse_layout, run_layout
+from meshwright.verify.compare import TOLERANCES, relative_distances
+from meshwright.verify.rank import RankFindings, merge
+from meshwright.verify.sources import random_documents, random_sample
+from meshwright_launch.pool import RankPool
+from meshwright_models.equal_scores import OF_TOKENS
 from tests.tools.verify.cases import LATER, config_of
 
 LENGTH, STEPS, BATCH = 48, 3, 8
@@ -25,7 +25,7 @@ def model(scores: str, *, has_documents: bool) -> RunConfig:
     """A mixture without dropout, of sizes that no vector unit divides: equal rows of a product differ in last bits."""
     sizes = {"vocab_size": 61, "hidden_size": 40, "num_layers": 3, "max_sequence_length": LENGTH, "num_heads": 4}
     sizes |= {"num_kv_heads": 2, "ffn_size": 20, "moe": MOE | {"router": scores}}  # type: ignore[dict-item]
-    config = config_of("meshwright.models.llama:build", sizes, LENGTH)
+    config = config_of("meshwright_models.llama:build", sizes, LENGTH)
     return config.replace(data={"document_boundaries": has_documents})
 
 
@@ -83,7 +83,7 @@ def run_by_last_bits(rank: int, world_size: int, config_json: str) -> RankFindin
 
 @pytest.mark.parametrize("text", ["tp2,sequence", LATER("cp2"), LATER("dp2,mbs2")])
 def test_a_choice_by_the_last_bits_is_seen(text: str, pool: RankPool) -> None:
-    assert meshwright.models.router.OF_TOKENS is OF_TOKENS
+    assert meshwright_models.router.OF_TOKENS is OF_TOKENS
     layout, verification = parse_layout(text), proof("softmax", True)
     config = layout_config(verification.config, layout, BATCH, "float64")
     found = merge(pool.run(run_by_last_bits, layout.size, config.model_dump_json()))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import Verification, layout_config, parse_layout, run_layout
-from meshwright.tools.verify.near_ties import NearestTie
-from meshwright.tools.verify.rank import merge
+from meshwright.verify import Verification, layout_config, parse_layout, run_layout
+from meshwright.verify.near_ties import NearestTie
+from meshwright.verify.rank import merge
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER
 
 SIZES = {"vocab_size": 33, "num_layers": 2, "max_sequence_length": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}

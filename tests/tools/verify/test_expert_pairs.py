@@ -12,13 +12,13 @@ from torch import nn
 import meshwright.model.build
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.verify import Verification, compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import Verification, compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, prove
 from tests.tools.verify.test_expert_parallel import model

@@ -16,12 +16,11 @@ from meshwright.data_parallel.expert_stage import StageSharding
 from meshwright.errors import ConfigError
 from meshwright.expert_parallel.dispatch import Route
 from meshwright.expert_parallel.exchange import _Combine, _move
-from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.flat import OptimizerShard
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.tools.verify import (
+from meshwright.verify import (
     compare,
     default_layouts,
     layout_config,
@@ -29,8 +28,9 @@ from meshwright.tools.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, config_of, prove
 
@@ -49,7 +49,7 @@ def model(name: str, num_layers: int = 2) -> RunConfig:
     """A Llama of 4 heads whose feed-forward networks are a mixture of experts."""
     sizes = {"vocab_size": 61, "hidden_size": 16, "num_layers": num_layers, "max_sequence_length": LENGTH}
     sizes |= {"num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "dropout": 0.1, "moe": MIXTURES[name]}
-    return config_of("meshwright.models.llama:build", sizes, LENGTH)
+    return config_of("meshwright_models.llama:build", sizes, LENGTH)
 
 
 @pytest.fixture(scope="module")

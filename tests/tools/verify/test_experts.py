@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, VOCAB_SIZE, References, config_of, prove, size_for
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -52,6 +52,6 @@ def test_a_layout_has_the_numbers_of_one_process(
         heads |= {"num_heads": 2 * size.heads, "head_dim": 4}
     sizes |= {"hidden_size": 4 * size.heads, "ffn_size": 6 * size.heads, "moe": moe} | heads
     options = sizes | ATTENTIONS.get(name, {}) | ({"mtp_layers": 0} if chosen.cp > 1 else {})  # refused beside cp
-    config = config_of("meshwright.models.llama:build", options, size.sequence_length)
+    config = config_of("meshwright_models.llama:build", options, size.sequence_length)
     row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=3, twice=False)
     assert row.passed, "\n".join(row.problems)

@@ -9,11 +9,11 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, ModelError, ScheduleError
-from meshwright.launch.pool import RankError, RankPool
 from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import run_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import run_layout
+from meshwright_launch.pool import RankError, RankPool
 from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove
 

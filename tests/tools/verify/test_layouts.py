@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import (
     DECODERS,
     LATER,

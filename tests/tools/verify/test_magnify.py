@@ -10,11 +10,9 @@ import pytest
 from torch import nn
 
 from meshwright.config import Optimizer, load
-from meshwright.launch import verification
-from meshwright.launch.verification import plan_trials
 from meshwright.optimizer import first_scale, next_scale
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.tools.verify import (
+from meshwright.verify import (
     Layout,
     Report,
     Trial,
@@ -25,12 +23,14 @@ from meshwright.tools.verify import (
     make_small,
     shrink,
 )
-from meshwright.tools.verify.layouts import FLOAT16_SCALE, parse_layout
-from meshwright.tools.verify.plain_rate import plain_rate
-from meshwright.tools.verify.plain_scale import PlainScale
-from meshwright.tools.verify.smaller import get_option, turn_dropout_off, turn_dropout_on
-from meshwright.tools.verify.traits import traits_of
-from meshwright.tools.verify.trials import RAMP_STEPS, further_trials, spread
+from meshwright.verify.layouts import FLOAT16_SCALE, parse_layout
+from meshwright.verify.plain_rate import plain_rate
+from meshwright.verify.plain_scale import PlainScale
+from meshwright.verify.smaller import get_option, turn_dropout_off, turn_dropout_on
+from meshwright.verify.traits import traits_of
+from meshwright.verify.trials import RAMP_STEPS, further_trials, spread
+from meshwright_launch import verification
+from meshwright_launch.verification import plan_trials
 from tests.tools.verify.cases import config_of
 from tests.tools.verify.models import functional_dropout
 
@@ -181,7 +181,7 @@ def test_variants_do_not_use_the_routing_directory_of_the_run(
             return Report("", rows)
 
     trials = [Trial(name, config("demo"), [], "float64", name == "bfloat16") for name in ("", "a variant", "bfloat16")]
-    monkeypatch.setattr("meshwright.tools.verify.Verification", Recorder)
+    monkeypatch.setattr("meshwright.verify.Verification", Recorder)
     monkeypatch.setattr(verification, "plan_trials", lambda *a, **k: verification.TrialPlan(trials, 8, None))
     options = argparse.Namespace(config=str(ROOT / "configs/demo.toml"), layouts=None, steps=2, dtype="float64")
     options.whole, options.routing, options.routing_directory = False, mode, tmp_path
@@ -199,7 +199,7 @@ def test_layouts_are_refused_only_if_they_would_be_chosen() -> None:
     layouts = [parse_layout(text) for text in ("dp2", "dp2,zero3", "pp2,gpipe", "dp2,pp2,zero3", "tp2", "pp2", "tp4")]
     traits = traits_of(
         config_of(
-            "meshwright.models.gpt2:build", {"vocab_size": 17, "hidden_size": 16, "num_heads": 4, "num_layers": 2}, 8
+            "meshwright_models.gpt2:build", {"vocab_size": 17, "hidden_size": 16, "num_heads": 4, "num_layers": 2}, 8
         )
     )
     asked: list[Layout] = []

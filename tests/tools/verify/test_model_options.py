@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import References, model_config, prove, size_for
 
 LAYOUTS = ["dp2,pp2,tp2,sequence", "dp2,tp2,zero3", "pp4,interleaved_1f1b", "dp4,zero2,mbs2"]

@@ -11,12 +11,12 @@ from torch import Tensor
 import meshwright.build
 import meshwright.pipeline.values
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
-from meshwright.models.multi_token import MtpModule
 from meshwright.pipeline.values import IGNORED_LABEL
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
+from meshwright_models.multi_token import MtpModule
 from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 

@@ -16,14 +16,14 @@ import meshwright.optimizer.matrix
 from meshwright.config import RunConfig, load_saved
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.errors import ConfigError
-from meshwright.launch.pool import RankPool
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.matrix import ShardedMuon, newton_schulz
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.layouts import is_possible
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
-from meshwright.tools.verify.traits import traits_of
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.layouts import is_possible
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify.traits import traits_of
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.support.fused_attention import fused_from
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for

@@ -12,19 +12,19 @@ from torch import Tensor
 import meshwright.data_parallel.members
 import meshwright.optimizer.factored
 import meshwright.optimizer.rounded
-import meshwright.tools.verify.rank
-import meshwright.tools.verify.reference
+import meshwright.verify.rank
+import meshwright.verify.reference
 from meshwright.config import RunConfig
 from meshwright.data_parallel.fsdp import FsdpLayers
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.optimizer import ShardPlace, evaluated_weights
 from meshwright.optimizer.factored import ShardedAdafactor
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.lion import ShardedLion
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
 
 OWN: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def the_sign_of_an_error(patch: pytest.MonkeyPatch) -> None:
 
 def validation_at_the_gradient_s_weights(patch: pytest.MonkeyPatch) -> None:
     """Schedule-free: the loss of y is taken for that of x."""
-    patch.setattr(meshwright.tools.verify.rank, "evaluating", lambda optimizer: nullcontext())
+    patch.setattr(meshwright.verify.rank, "evaluating", lambda optimizer: nullcontext())
 
 
 def training_on_at_the_average(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def training_on_at_the_average(patch: pytest.MonkeyPatch) -> None:
             parameter.data.copy_(evaluated_weights(optimizer, index))
         yield
 
-    patch.setattr(meshwright.tools.verify.rank, "evaluating", left)
+    patch.setattr(meshwright.verify.rank, "evaluating", left)
 
 
 def stale_shared_weights(patch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def last_two(steps: int) -> list[int]:
 def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
     """One rank in a framework with one fault."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshwright.tools.verify.rank, "validated_after", last_two)
+        patch.setattr(meshwright.verify.rank, "validated_after", last_two)
         BREAKS[broken](patch)
         return run_layout(rank, world_size, config_json, steps, True)
 
@@ -240,7 +240,7 @@ def problems_of(trap: Trap, pool: RankPool, references: References, dtype: str =
     size, layout = size_for(parse_layout("dp2,tp2")), parse_layout(trap.layout)
     config = with_own(model_config("gpt2", size), trap.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshwright.tools.verify.reference, "validated_after", last_two)
+        patch.setattr(meshwright.verify.reference, "validated_after", last_two)
         expected = references.expected(config, size.global_batch, trap.steps, dtype)
     text = layout_config(config, layout, size.global_batch, dtype).model_dump_json()
     found = merge(pool.run(run_broken, layout.size, trap.broken.__name__, text, trap.steps))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ModelError
-from meshwright.launch.cli import main
-from meshwright.tools.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
+from meshwright.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
+from meshwright_launch.cli import main
 from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 

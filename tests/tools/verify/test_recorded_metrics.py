@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.pool import RankError, RankPool
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import RankFindings, run_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import RankFindings, run_layout
+from meshwright_launch.pool import RankError, RankPool
 from tests.tools.verify.cases import References, config_of, prove
 
 LAYOUTS = ["dp2,pp2,tp2,zero2", "dp2,tp2,zero3,full", "pp2,tp2,zb_v", "pp2,interleaved_1f1b,mbs2"]

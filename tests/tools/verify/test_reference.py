@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import PlainModel, build_model, requirements
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import Draw, SeededDropout, derive
-from meshwright.tools.verify import Layout, layout_config, parse_layout, run_reference, verify
-from meshwright.tools.verify import run as verify_run
-from meshwright.tools.verify.compare import relative_distances
-from meshwright.tools.verify.dropout import KeyedDropout, keep_mask, key_of
-from meshwright.tools.verify.initial import difference, initial_problems
-from meshwright.tools.verify.rank import open_verify_source
-from meshwright.tools.verify.reference import RunNumbers
+from meshwright.verify import Layout, layout_config, parse_layout, run_reference, verify
+from meshwright.verify import run as verify_run
+from meshwright.verify.compare import relative_distances
+from meshwright.verify.dropout import KeyedDropout, keep_mask, key_of
+from meshwright.verify.initial import difference, initial_problems
+from meshwright.verify.rank import open_verify_source
+from meshwright.verify.reference import RunNumbers
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.support.layouts import samples
 from tests.tools.verify import models

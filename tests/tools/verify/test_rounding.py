@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
 from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.tools.verify import Verification, compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import Verification, compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import config_of
 
 STEPS, GLOBAL_BATCH, LAYOUT = 2, 4, parse_layout("dp2")

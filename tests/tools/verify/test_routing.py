@@ -12,12 +12,12 @@ import torch
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.expert_parallel.routing import RoutingPlan
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import Verification, compare, layout_config, parse_layout, run_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import merge
-from meshwright.tools.verify.reference import run_reference
-from meshwright.tools.verify.routes import Routes
+from meshwright.verify import Verification, compare, layout_config, parse_layout, run_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import merge
+from meshwright.verify.reference import run_reference
+from meshwright.verify.routes import Routes
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, config_of
 
 LENGTH, STEPS = 16, 2
@@ -114,6 +114,6 @@ def test_precisions_whose_rounding_is_measured(pool: RankPool) -> None:
 
 def test_a_model_without_such_routers_is_refused() -> None:
     sizes = {"vocab_size": 61, "hidden_size": 16, "num_layers": 2, "max_sequence_length": LENGTH, "num_heads": 4}
-    config = config_of("meshwright.models.llama:build", sizes | {"num_kv_heads": 2, "ffn_size": 12}, LENGTH)
+    config = config_of("meshwright_models.llama:build", sizes | {"num_kv_heads": 2, "ffn_size": 12}, LENGTH)
     with pytest.raises(ConfigError, match="MW-EP-008"):
         Verification(config, global_batch=8, steps=1, random_tokens=True, routing=("record", None))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.tools.verify import compare
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.distance import is_beyond, relative
-from meshwright.tools.verify.reference import RunNumbers
+from meshwright.verify import compare
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.distance import is_beyond, relative
+from meshwright.verify.reference import RunNumbers
 
 
 def numbers(steps: int, **changed: Any) -> RunNumbers:

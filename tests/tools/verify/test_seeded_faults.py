@@ -21,21 +21,20 @@ import meshwright.data_parallel.buckets
 import meshwright.data_parallel.fully_sharded
 import meshwright.data_parallel.replica
 import meshwright.step
-import meshwright.tools.verify.rank
+import meshwright.verify.rank
 from meshwright.config import RunConfig, batch_numbers, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import ShardedParameters
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parts import StepFeed
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.seeding import Draw, SeededDropout
-from meshwright.tools.verify import (
+from meshwright.verify import (
     Layout,
     compare,
     default_layouts,
@@ -45,11 +44,12 @@ from meshwright.tools.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.tools.verify.compare import tolerance_of
-from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
-from meshwright.tools.verify.reference import RunNumbers, run_reference
-from meshwright.tools.verify.run import Rounding, rounding_of
-from meshwright.tools.verify.traits import Traits
+from meshwright.verify.compare import tolerance_of
+from meshwright.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from meshwright.verify.reference import RunNumbers, run_reference
+from meshwright.verify.run import Rounding, rounding_of
+from meshwright.verify.traits import Traits
+from meshwright_launch.pool import RankPool
 from tests.tools.verify import test_context as of_context
 from tests.tools.verify import test_traps as traps
 
@@ -247,7 +247,7 @@ def validated_in_train_mode(patch: pytest.MonkeyPatch) -> None:
 
 def left_in_eval_mode(patch: pytest.MonkeyPatch) -> None:
     """After a validation dropout stays off."""
-    total_loss = meshwright.tools.verify.rank.total_loss
+    total_loss = meshwright.verify.rank.total_loss
 
     def leaving(parts: Any, *args: Any) -> Any:
         found = total_loss(parts, *args)
@@ -255,7 +255,7 @@ def left_in_eval_mode(patch: pytest.MonkeyPatch) -> None:
             stage.layers.eval()
         return found
 
-    patch.setattr(meshwright.tools.verify.rank, "total_loss", leaving)
+    patch.setattr(meshwright.verify.rank, "total_loss", leaving)
 
 
 def validated_on_one_replica(patch: pytest.MonkeyPatch) -> None:

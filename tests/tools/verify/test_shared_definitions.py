@@ -17,8 +17,8 @@ from meshwright.data.order import SampleOrder
 from meshwright.data.sources import open_sources
 from meshwright.model.build import build_model
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.sources import VerifySource, random_sample
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.sources import VerifySource, random_sample
 from tests.support.layouts import microbatch, samples
 from tests.tools.verify.cases import config_of
 
@@ -62,7 +62,7 @@ def test_the_learning_rate_of_each_step(kind: str, steps: int, warmup: int, deca
 def test_what_decays_by_name() -> None:
     """Matrices and embeddings; no bias, no norm; in any sharding."""
     config = config_of(
-        "meshwright.models.gpt2:build", {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 4}, 8
+        "meshwright_models.gpt2:build", {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "num_heads": 4}, 8
     )
     expected = {
         "embedding.tokens.weight",

@@ -13,13 +13,13 @@ import meshwright.build
 import meshwright.tensor_parallel.plan
 import meshwright.tensor_parallel.shared_units
 from meshwright.config import RunConfig
-from meshwright.launch.pool import RankPool
 from meshwright.optimizer.flat import OptimizerShard
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.shared_units import _CopiedParts, _exchange
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, VOCAB_SIZE, References, config_of, prove
 
 
@@ -35,7 +35,7 @@ def few_heads(num_kv_heads: int, layout: str, optimizer: dict[str, Any] | None =
     sizes = {"vocab_size": VOCAB_SIZE, "num_layers": num_layers, "max_sequence_length": 8, "hidden_size": 16}
     heads = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": 8, "ffn_size": 64}
     own = {"optimizer": {"warmup_steps": 2, **(optimizer or {})}}
-    return config_of("meshwright.models.llama:build", sizes | heads | options, 8, **own)
+    return config_of("meshwright_models.llama:build", sizes | heads | options, 8, **own)
 
 
 DROPS, NORMS = {"dropout": 0.1, "qkv_bias": True}, {"qk_norm": True, "mlp_bias": True}

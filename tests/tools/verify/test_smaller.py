@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config import RunConfig, load
 from meshwright.model.build import build_model
-from meshwright.tools.verify import make_small, shrink
+from meshwright.verify import make_small, shrink
 
 ROOT = Path(__file__).parents[3]
 LLAMA = {"vocab_size": 512, "hidden_size": 256, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 64}
@@ -25,7 +25,7 @@ def small(config: RunConfig) -> tuple[dict[str, Any], int, list[str]]:
 
 def with_options(**more: Any) -> RunConfig:
     return load(str(ROOT / "configs/demo.toml"), []).replace(
-        model={"builder": "meshwright.models.llama:build", "options": LLAMA | more}
+        model={"builder": "meshwright_models.llama:build", "options": LLAMA | more}
     )
 
 

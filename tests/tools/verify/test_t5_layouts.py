@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_unflatten
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, parse
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
-from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.tools.verify.cases import References, Size, model_config, prove
 

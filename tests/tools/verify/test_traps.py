@@ -27,7 +27,6 @@ from meshwright.config import batch_numbers
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import BucketKind
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.model.build import PlainModel
 from meshwright.optimizer.flat import FlatOptimizer
@@ -38,9 +37,10 @@ from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import LossPart, Stage, StageSpec
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import SeededDropout, seeded
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, References, model_config, size_for
 
 Break = Callable[[pytest.MonkeyPatch], None]

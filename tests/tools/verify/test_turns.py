@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.turns import Save, Turns
-from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify import compare, layout_config, parse_layout
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, References, prove
 from tests.tools.verify.test_expert_parallel import model
 

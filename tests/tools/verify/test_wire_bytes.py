@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_flatten
 from meshwright.build import build
 from meshwright.config import RunConfig, parse
 from meshwright.data_parallel.buckets import ALIGNED_ELEMENTS
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tensor_parallel.layers import vocab_slice
-from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.rank import open_verify_source
+from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
+from meshwright_launch.pool import RankPool
 from tests.tools.verify.cases import LATER, Size, config_of, model_config
 
 SIZE = Size(heads=4, sequence_length=8, num_blocks=2, global_batch=8)

@@ -15,8 +15,8 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import load, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text, format_report
-from meshwright.tools.interop.configs.torchtitan_model import LLAMA3
+from meshwright_interop.configs import DropReason, ImportedConfig, convert_file, file_text, format_report
+from meshwright_interop.configs.torchtitan_model import LLAMA3
 from tests.support.errors import has_code
 from tests.tools.interop.configs import samples
 
@@ -61,7 +61,7 @@ def reasons(found: ImportedConfig) -> dict[str, tuple[DropReason, int]]:
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "torchtitan.toml": {
-        "model.builder": "meshwright.models.llama:build",
+        "model.builder": "meshwright_models.llama:build",
         "parallel.dp": 16,
         "parallel.tp": 4,
         "parallel.sequence": True,
@@ -135,7 +135,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "parallel.bucket_bytes": 25 * 2**20,
     },
     "gpt.sh": {
-        "model.builder": "meshwright.models.gpt2:build",
+        "model.builder": "meshwright_models.gpt2:build",
         "parallel.dp": 4,
         "parallel.pp": 2,
         "parallel.tp": 2,
@@ -154,7 +154,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "data.train": "/data/books_text_document",
     },
     "llama.sh": {
-        "model.builder": "meshwright.models.llama:build",
+        "model.builder": "meshwright_models.llama:build",
         "parallel.dp": 4,
         "parallel.zero": 3,
         "train.steps": 500,
@@ -471,7 +471,7 @@ def test_it_needs_no_torch_and_runs_nothing_of_a_script(tmp_path: Path) -> None:
     script = tmp_path / "a.sh"
     script.write_text(f"X=$(touch {trace})\n`touch {trace}`\ntouch {trace}\n{samples.MEGATRON_FLAGS}")
     program = (
-        "import sys\nfrom meshwright.launch.cli import main\n"
+        "import sys\nfrom meshwright_launch.cli import main\n"
         f"code = main(['config', 'import', {str(script)!r}, '--out', {str(tmp_path / 'o.toml')!r}])\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()\nsys.exit(code)"
     )

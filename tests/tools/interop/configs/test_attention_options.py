@@ -11,8 +11,8 @@ import torch
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import resolve
 from meshwright.errors import ConfigError
-from meshwright.models.attention import AttentionCore
-from meshwright.tools.interop.configs import convert_file
+from meshwright_interop.configs import convert_file
+from meshwright_models.attention import AttentionCore
 from tests.support.errors import has_code
 from tests.tools.interop.configs import samples
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from meshwright.config import Batch, phases
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs import convert_file
-from meshwright.tools.interop.configs.megatron_batch import ramp_of
+from meshwright_interop.configs import convert_file
+from meshwright_interop.configs.megatron_batch import ramp_of
 from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps
 from tests.tools.interop.configs.test_formats import LOW

@@ -10,7 +10,7 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file
+from meshwright_interop.configs import DropReason, ImportedConfig, convert_file
 from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
@@ -48,7 +48,7 @@ def form(config: RunConfig) -> tuple[str, dict[str, Any]]:
     """Builder, and its options but for sizes that are in all of the files."""
     sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length", "norm_eps", "tied")
     others = {name: value for name, value in config.model.options.items() if name not in sizes}
-    return config.model.builder.removeprefix("meshwright.models.").removesuffix(":build"), others
+    return config.model.builder.removeprefix("meshwright_models.").removesuffix(":build"), others
 
 
 def with_flags(*flags: str) -> str:
@@ -176,8 +176,8 @@ def test_activations_of_megatron_bridge(tmp_path: Path, activation: str, gated: 
 def test_gates_of_nanotron(tmp_path: Path, act: str, mlp: str) -> None:
     plain = read(tmp_path / "a.yaml", samples.NANOTRON).config.model
     found = read(tmp_path / "b.yaml", samples.NANOTRON.replace("hidden_act: silu", f"hidden_act: {act}")).config.model
-    assert plain.builder == "meshwright.models.llama:build"
-    assert found.builder == "meshwright.models.decoder:build"
+    assert plain.builder == "meshwright_models.llama:build"
+    assert found.builder == "meshwright_models.decoder:build"
     assert found.options == plain.options | {"mlp": mlp}
 
 
@@ -205,7 +205,7 @@ def test_multi_token_prediction_of_megatron(tmp_path: Path) -> None:
     assert any("labels of the next token, as with --calculate-per-token-loss" in note for note in found.decided)
     llama = ("swiglu", "normalization: RMSNorm", "disable-bias-linear")
     usual = read(path, with_flags("mtp-num-layers: 1", *llama, *MTP[2:])).config.model
-    assert usual.builder == "meshwright.models.llama:build"
+    assert usual.builder == "meshwright_models.llama:build"
     assert (usual.options["mtp_layers"], usual.options["mtp_loss_weight"]) == (1, 0.1)
     for off in (("mtp-num-layers: 0", "mtp-loss-scaling-factor: 0.3"), ("mtp-loss-scaling-factor: 0.3",)):
         without = read(path, with_flags(*off, *MTP[2:]))

@@ -13,7 +13,7 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.tools.interop.configs import ImportedConfig, convert_file, file_text, format_report
+from meshwright_interop.configs import ImportedConfig, convert_file, file_text, format_report
 from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
@@ -193,7 +193,7 @@ def test_the_model_config_of_megatrons_functional_tests(tmp_path: Path) -> None:
     config = found.config
     assert found.framework == "megatron" and list(found.open) == ["data.train"]
     assert found.open["data.train"] == "--data-path ${DATA_PATH}/text_document is no path in the file"
-    assert config.model.builder == "meshwright.models.gpt2:build" and config.batch.global_batch == 8
+    assert config.model.builder == "meshwright_models.gpt2:build" and config.batch.global_batch == 8
     assert (config.optimizer.decay_until, config.train.steps, config.parallel.sequence) == (40, 50, False)
     lines = {key.item.key: key.item.place.rpartition(":")[2] for key in found.dropped}
     assert lines["--tensorboard-dir"] == "7"

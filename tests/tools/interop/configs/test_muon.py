@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.optimizer.matrix import SCALES
-from meshwright.tools.interop.configs import ImportedConfig, convert_file
+from meshwright_interop.configs import ImportedConfig, convert_file
 from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.model.build import configured_model, find_builder
-from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text
+from meshwright_interop.configs import DropReason, ImportedConfig, convert_file, file_text
 from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 

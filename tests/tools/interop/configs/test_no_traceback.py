@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs import convert_file, file_text, format_report
-from meshwright.tools.interop.configs.shell import read_script
+from meshwright_interop.configs import convert_file, file_text, format_report
+from meshwright_interop.configs.shell import read_script
 from tests.tools.interop.configs import dumps, samples
 
 WORDS = """if then else elif fi for while do done case esac function { } ( ) [ ] [[ ]] == != -z -n || && ; ;; | > < & $

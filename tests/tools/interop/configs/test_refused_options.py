@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.config import load
 from meshwright.errors import ConfigError
-from meshwright.launch.cli import main
-from meshwright.tools.interop.configs import DropReason, convert_file, file_text
+from meshwright_interop.configs import DropReason, convert_file, file_text
+from meshwright_launch.cli import main
 from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 

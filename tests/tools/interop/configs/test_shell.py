@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.interop.configs.shell import read_script
+from meshwright_interop.configs.shell import read_script
 from tests.tools.interop.configs import samples
 
 SCRIPTS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.tools.interop.configs.shell_script import Script
+from meshwright_interop.configs.shell_script import Script
 
 RUN = "torchrun pretrain_gpt.py --lr $LR --tp ${TP:-2}\n"
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs import convert_file
+from meshwright_interop.configs import convert_file
 from tests.support.errors import has_code
 from tests.tools.interop.configs import samples
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.config import RunConfig
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.huggingface.restructure.library import import_transformers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 67,  # no degree but 1 divides it

@@ -14,12 +14,12 @@ from meshwright.config import RunConfig
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.data.sources import open_sources
 from meshwright.errors import CheckpointError, DataError, ModelError
-from meshwright.launch.conversion import convert
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.run.directory import run_directory
-from meshwright.tools.interop.huggingface.restructure.export import export
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.commands.conversion import convert
+from meshwright_interop.huggingface.restructure.export import export
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.support.errors import has_code
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path
     options = {"vocab_size": 280, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_sequence_length": 16}
     config = run_config(
         tmp_path,
-        model={"builder": "meshwright.models.gpt2:build", "options": options},
+        model={"builder": "meshwright_models.gpt2:build", "options": options},
         run={"name": "run", "directory": str(tmp_path)},
         data={"train": str(corpus / "train"), "tokenizer": str(corpus / "tokenizer.json")},
         parallel={"dp": 1},

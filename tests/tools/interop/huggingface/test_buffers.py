@@ -13,13 +13,13 @@ from torch import Tensor
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
-from meshwright.launch.work import work
 from meshwright.model.build import build_model
 from meshwright.run.directory import run_directory
-from meshwright.tools.interop.huggingface.restructure.export import export
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_interop.huggingface.restructure.export import export
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
+from meshwright_launch.work import work
 from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import configuration, directory, run_config

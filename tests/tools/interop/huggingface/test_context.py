@@ -18,23 +18,23 @@ from meshwright.config import RunConfig, resolve
 from meshwright.context_parallel import plan as context
 from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model.build import PlainModel, build_model
-from meshwright.tools.interop.huggingface.restructure import frame
-from meshwright.tools.interop.huggingface.restructure.attention import (
+from meshwright.verify import compare, layout_config, parse_layout, verify
+from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright_interop.huggingface.restructure import frame
+from meshwright_interop.huggingface.restructure.attention import (
     MaskRule,
     RegisteredAttention,
     install_cores,
     window_of,
 )
-from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
-from meshwright.tools.interop.huggingface.restructure.frame import positions_of
-from meshwright.tools.interop.huggingface.restructure.places import at_places, own_arguments
-from meshwright.tools.verify import compare, layout_config, parse_layout, verify
-from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright_interop.huggingface.restructure.float64 import keep_float64
+from meshwright_interop.huggingface.restructure.frame import positions_of
+from meshwright_interop.huggingface.restructure.places import at_places, own_arguments
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config

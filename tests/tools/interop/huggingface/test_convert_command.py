@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from meshwright.checkpoint import find
 from meshwright.config import load, parse, write_snapshot
 from meshwright.data.prepare.stdlib import prepare_files
-from meshwright.launch.arguments import build_parser
-from meshwright.launch.arguments.common import size
-from meshwright.launch.cli import main, split_overrides
-from meshwright.launch.pool import RankPool
 from meshwright.run.directory import run_directory
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-from meshwright.tools.interop.huggingface.convert.families import FAMILIES
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+from meshwright_interop.huggingface.convert.families import FAMILIES
+from meshwright_launch.arguments import build_parser
+from meshwright_launch.arguments.common import size
+from meshwright_launch.cli import main, split_overrides
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import initial_weights, layout, run_config
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
@@ -62,7 +62,7 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
     path, run, out = written("llama 3.1").path, tmp_path / "runs" / "mine", tmp_path / "out"
     assert main(["convert", "--from", "hf", str(path), str(run), "--parallel.pp=2", "--train.steps=7"]) == 0
     said = capsys.readouterr().out
-    assert f"{path}: LlamaForCausalLM, meshwright.models.llama:build\n" in said and "rope_scaling_factor 8.0" in said
+    assert f"{path}: LlamaForCausalLM, meshwright_models.llama:build\n" in said and "rope_scaling_factor 8.0" in said
     assert f"{run}/checkpoints/step-00000000: 21 tensors, " in said
     assert f"data.train = {run}/data/train is still missing" in said
     assert f"meshwright data prepare TEXT --tokenizer {run}/huggingface/tokenizer.json --out {run}/data\n" in said
@@ -102,7 +102,7 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
         (["--from", "hf", "PATH", "NEW", "--model.options.num_heads=0"], "num_heads=0"),
         (["--from", "hf", "PATH", "NEW", "--model.options.num_layers=2"], "tensor transformer.h.2.attn.c_attn.bias"),
         (
-            ["--from", "hf", "PATH", "NEW", "--model.builder=meshwright.models.llama:build"],
+            ["--from", "hf", "PATH", "NEW", "--model.builder=meshwright_models.llama:build"],
             "model.builder follows from",
         ),
     ],
@@ -167,9 +167,9 @@ def test_a_model_that_was_trained_here_goes_out_with_its_tokenizer(tmp_path: Pat
 MEASURED = """
 import json, sys, threading
 from pathlib import Path
-from meshwright.tools.interop.huggingface.convert.importing import import_model
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-import meshwright.models.llama
+from meshwright_interop.huggingface.convert.importing import import_model
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+import meshwright_models.llama
 
 def bytes_of(field):
     lines = dict(line.split(":") for line in open("/proc/self/status"))

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import find
 from meshwright.errors import UserError
-from meshwright.tools.interop.huggingface.convert.decoders import read_llama, read_mistral
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-from meshwright.tools.interop.huggingface.convert.importing import import_model
-from meshwright.tools.interop.huggingface.convert.settings import Settings
+from meshwright_interop.huggingface.convert.decoders import read_llama, read_mistral
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+from meshwright_interop.huggingface.convert.importing import import_model
+from meshwright_interop.huggingface.convert.settings import Settings
 from tests.support.errors import has_code
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
@@ -306,11 +306,11 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("meshwright.tools.interop.huggingface.convert.exporting.side_files.write", fail)
+        patched.setattr("meshwright_interop.huggingface.convert.exporting.side_files.write", fail)
         with pytest.raises(UserError, match="No space left", check=has_code("MW-CHECKPOINT-003")):
             export_checkpoint(done.path, tmp_path / "out")
     with monkeypatch.context() as patched:
-        patched.setattr("meshwright.tools.interop.huggingface.convert.importing.write_snapshot", fail)
+        patched.setattr("meshwright_interop.huggingface.convert.importing.write_snapshot", fail)
         with pytest.raises(UserError, match="No space left", check=has_code("MW-CHECKPOINT-003")):
             import_model(path, tmp_path / "again")
     with monkeypatch.context() as patched:

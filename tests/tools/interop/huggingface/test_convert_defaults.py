@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.errors import ModelError
-from meshwright.tools.interop.huggingface.convert.families import FAMILIES
-from meshwright.tools.interop.huggingface.convert.family import Family
-from meshwright.tools.interop.huggingface.convert.importing import import_model
-from meshwright.tools.interop.huggingface.convert.settings import Settings
+from meshwright_interop.huggingface.convert.families import FAMILIES
+from meshwright_interop.huggingface.convert.family import Family
+from meshwright_interop.huggingface.convert.importing import import_model
+from meshwright_interop.huggingface.convert.settings import Settings
 from tests.support.errors import has_code
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from meshwright.checkpoint import find
 from meshwright.errors import ModelError
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-from meshwright.tools.interop.huggingface.convert.importing import import_model
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+from meshwright_interop.huggingface.convert.importing import import_model
 from tests.end_to_end.driving import differing, tensors
 from tests.support.errors import has_code
 from tests.support.plain import load_plain

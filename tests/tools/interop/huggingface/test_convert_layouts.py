@@ -17,14 +17,14 @@ from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
 from meshwright.data.causal import IGNORE
 from meshwright.data.sources import open_sources
-from meshwright.launch.cli import main
-from meshwright.launch.pool import RankError, RankPool
-from meshwright.models.attention import AttentionCore
+from meshwright.inference.reshard import reshard
 from meshwright.run.directory import run_directory
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-from meshwright.tools.interop.huggingface.convert.importing import import_model
-from meshwright.tools.reshard import reshard
-from meshwright.tools.verify import parse_layout
+from meshwright.verify import parse_layout
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+from meshwright_interop.huggingface.convert.importing import import_model
+from meshwright_launch.cli import main
+from meshwright_launch.pool import RankError, RankPool
+from meshwright_models.attention import AttentionCore
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import meshwright
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.errors import ConfigError
-from meshwright.launch.conversion import convert
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
-from meshwright.tools.interop.huggingface.convert.importing import import_model
+from meshwright_interop.commands.conversion import convert
+from meshwright_interop.huggingface.convert.exporting import export_checkpoint
+from meshwright_interop.huggingface.convert.importing import import_model
 from tests.launch.test_python import made
 from tests.support.errors import has_code
 from tests.support.plain import load_plain
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     builder, options = MODELS[name]
-    model = {"builder": f"meshwright.models.{builder}:build", "options": options | MUP}
+    model = {"builder": f"meshwright_models.{builder}:build", "options": options | MUP}
     config = made(tmp_path, model=model, train={"dtype": "float32"}, optimizer={"learning_rate": 0.05})
     with meshwright.open_run(config) as run:
         run.take_step()
@@ -70,7 +70,7 @@ def test_imported_weights_have_no_multipliers(tmp_path: Path) -> None:
 def test_adapters_of_an_embedding_have_its_multiplier(tmp_path: Path) -> None:
     """The exported base has it: W + B A of the files for peft is the merged export."""
     options = LLAMA | MUP | {"tied": False, "moe": "none"}
-    model = {"builder": "meshwright.models.llama:build", "options": options}
+    model = {"builder": "meshwright_models.llama:build", "options": options}
     adapter = {"rank": 2, "targets": ["embedding.tokens", "head"]}
     config = made(tmp_path, model=model, adapter=adapter, train={"dtype": "float32"}, optimizer={"learning_rate": 0.05})
     with meshwright.open_run(config) as run:

@@ -10,8 +10,8 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import build_model
-from meshwright.tools.interop.huggingface.convert.families import family_of_model, family_of_type, with_defaults
-from meshwright.tools.interop.huggingface.convert.settings import Settings
+from meshwright_interop.huggingface.convert.families import family_of_model, family_of_type, with_defaults
+from meshwright_interop.huggingface.convert.settings import Settings
 from tests.support.errors import has_code
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.released import RELEASED
@@ -126,7 +126,7 @@ def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
 def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(options: dict[str, Any], said: str) -> None:
     sizes = {"vocab_size": 99, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 40}
     config = RunConfig.model_validate(
-        {"model": {"builder": "meshwright.models.llama:build", "options": sizes | options}}
+        {"model": {"builder": "meshwright_models.llama:build", "options": sizes | options}}
     )
     if " " in said:
         with pytest.raises(UserError, check=has_code("MW-INTEROP-033")) as error:

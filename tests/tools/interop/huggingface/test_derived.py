@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model, configured_model
-from meshwright.tools.interop.huggingface.restructure.constants import MetaConstants
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.verify import parse_layout, verify
+from meshwright_interop.huggingface.restructure.constants import MetaConstants
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.data.tokenizer import find_tokenizer
-from meshwright.tools.interop.huggingface.end_tokens import add_document_ends
+from meshwright_interop.huggingface.end_tokens import add_document_ends
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 END_ID, TURN, TURN_ID = 256, "<|im_end|>", 257
@@ -39,7 +39,7 @@ def corpus(tmp_path: Path, tokenizer: Path, name: str, end: str) -> str:
 def config_of(**data: Any) -> RunConfig:
     tree = {
         "run": {"name": "a"},
-        "model": {"builder": "meshwright.models.gpt2:build", "options": {"vocab_size": 258}},
+        "model": {"builder": "meshwright_models.gpt2:build", "options": {"vocab_size": 258}},
         "data": {"sequence_length": 8, **data},
         "train": {"steps": 9},
     }

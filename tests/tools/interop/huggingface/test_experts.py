@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from meshwright.expert_parallel.routing import RoutingPlan
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model, configured_model
-from meshwright.tools.interop.huggingface.restructure.experts import is_experts
-from meshwright.tools.verify import Verification, parse_layout, verify
-from meshwright.tools.verify.reference import run_reference
-from meshwright.tools.verify.routes import validation_key
+from meshwright.verify import Verification, parse_layout, verify
+from meshwright.verify.reference import run_reference
+from meshwright.verify.routes import validation_key
+from meshwright_interop.huggingface.restructure.experts import is_experts
+from meshwright_launch.pool import RankPool
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 from tests.tools.interop.huggingface.test_restructure import gradients, unmodified

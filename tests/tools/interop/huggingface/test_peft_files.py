@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import ModelError
-from meshwright.tools.interop.huggingface.peft_files import AdapterSettings, settings_of
+from meshwright_interop.huggingface.peft_files import AdapterSettings, settings_of
 from tests.support.errors import has_code
 
 DEFAULTS: dict[str, Any] = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CheckpointError
-from meshwright.launch.cli import main
-from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
+from meshwright_interop.huggingface.destination import check_output_directory, published_directory
+from meshwright_launch.cli import main
 from tests.support.errors import has_code
 
 
@@ -32,7 +32,7 @@ def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
 def test_what_a_killed_one_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from meshwright.tools.interop.huggingface.destination import published_directory\n"
+        "from meshwright_interop.huggingface.destination import published_directory\n"
         "with published_directory(Path(sys.argv[1]), 1): os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], env=os.environ, check=False)

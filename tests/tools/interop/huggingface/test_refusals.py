@@ -18,11 +18,11 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, UserError
 from meshwright.model.build import build_model
-from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
-from meshwright.tools.interop.huggingface.restructure.bounds import check_fields
-from meshwright.tools.interop.huggingface.restructure.directory import configuration, fields_of, with_overrides
-from meshwright.tools.interop.huggingface.restructure.frame import ModelSkeleton
-from meshwright.tools.verify import layout_config, parse_layout
+from meshwright.verify import layout_config, parse_layout
+from meshwright_interop.huggingface.restructure.blocks import merge_blocks
+from meshwright_interop.huggingface.restructure.bounds import check_fields
+from meshwright_interop.huggingface.restructure.directory import configuration, fields_of, with_overrides
+from meshwright_interop.huggingface.restructure.frame import ModelSkeleton
 from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -364,9 +364,9 @@ def test_models_of_a_trillion_parameters_are_within_the_bounds() -> None:
 def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
     for builder, fits in (
         ("hf:some/where", True),
-        ("meshwright.models.gpt2:build", True),
+        ("meshwright_models.gpt2:build", True),
         ("hf:", False),
-        ("meshwright.models.gpt2", False),
+        ("meshwright_models.gpt2", False),
     ):
         file = tmp_path / "run.toml"
         file.write_text(f'[model]\nbuilder = "{builder}"\n[data]\ntrain = "x"\n[batch]\nmicro_batch_size=1\nchunks=1\n')
@@ -379,7 +379,7 @@ def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
 
 def test_no_key_of_a_configuration_leads_to_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of its own and kernels of the hub: as if they stood in no config.json, at the top or in a table of it."""
-    from meshwright.tools.interop.huggingface.restructure.directory import LEADING_TO_CODE, configuration
+    from meshwright_interop.huggingface.restructure.directory import LEADING_TO_CODE, configuration
 
     own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     path = directory("llama", tmp_path)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
-from meshwright.launch.pool import RankPool
 from meshwright.model.build import PlainModel, build_model, configured_model
-from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.verify import parse_layout, verify
-from meshwright.tools.verify.initial import initial_problems
+from meshwright.verify import parse_layout, verify
+from meshwright.verify.initial import initial_problems
+from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_launch.pool import RankPool
 from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config

@@ -1,0 +1,27 @@
+"""Packages of this distribution, and its files that are no code: configs/, examples/, docs/. No torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+TRAINER = Path(__file__).resolve().parents[1]
+OWN_PACKAGES = ("meshwright", "meshwright_models", "meshwright_launch", "meshwright_plan", "meshwright_interop")
+MODELS_PACKAGE = "meshwright_models"
+
+
+def is_own_package(module: str) -> bool:
+    """Return whether a module, by its dotted name, is one of this distribution."""
+    return module.partition(".")[0] in OWN_PACKAGES
+
+
+def own_code() -> tuple[str, ...]:
+    """Return the folders of the imported packages of this distribution, without its models, each with a final slash."""
+    packages = [sys.modules[name] for name in OWN_PACKAGES if name in sys.modules and name != MODELS_PACKAGE]
+    return tuple(f"{folder}/" for package in packages for folder in package.__path__)
+
+
+def own_folder(name: str) -> Path:
+    """Return the folder ``configs``, ``examples`` or ``docs``, of the installed package or at the top of a checkout."""
+    installed = TRAINER / name
+    return installed if installed.is_dir() else TRAINER.parents[1] / name

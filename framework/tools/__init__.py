@@ -1,1 +1,0 @@
-"""Tools of the command line. Nothing in the core or the services imports them."""

@@ -1,0 +1,246 @@
+"""Training on one rank, from the environment that a launcher has set to the end of the run.
+
+check(config, world size)   refuse an impossible configuration before any rank exists; called once by the launcher
+work(config)                one rank: mesh, parts, resume, train, close
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.build import build
+from meshwright.config import RunConfig, resolve, samples_after
+from meshwright.data.live_files import LiveFiles
+from meshwright.data.sources import (
+    StreamSource,
+    corpus_times,
+    data_fingerprint,
+    describe_source,
+    live_files,
+    open_sources,
+    unigram_nats,
+    warn_of_small_validation,
+)
+from meshwright.doctor.cpus import find_cpu_warnings
+from meshwright.doctor.nodes import check_nodes
+from meshwright.errors import DataError, Preempted, RunFilesError
+from meshwright.mesh import Grid
+from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
+from meshwright.parts import Observer, Parts
+from meshwright.run import RunFiles, StepCollector, lock_directory, make_directory
+from meshwright.run.directory import METRICS, STATUS, run_directory
+from meshwright.run.observers import (
+    Checkpoints,
+    EndOfRun,
+    GarbageCollection,
+    PeakMemory,
+    RunFilesCheck,
+    Validation,
+    validate,
+)
+from meshwright.run.resume import check_added_states, prepare, record_start, resume
+from meshwright.run.summary import WIDTH, summarise
+from meshwright.system.process import GiveUp, StopRequest, end_process
+from meshwright.terminal.output import print_lines, print_warning
+from meshwright.tracking.observer import (
+    Records,
+    check_routing,
+    expert_load,
+    find_sinks,
+    gpu_metrics,
+    has_perplexity,
+    loss_unit,
+    open_tracker,
+    routing,
+)
+from meshwright.tracking.tracker import Tracker
+from meshwright.train import train
+from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
+from meshwright.watch.observers import CorpusCheck, DriftCheck, Timing
+from meshwright_launch.callbacks import CallbackErrors, Callbacks, StreamState, find_callbacks, make_callbacks
+from meshwright_launch.context_balance import describe_balance
+
+
+def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
+    """Check a configuration before any process group exists; return it resolved, with its blueprint.
+
+    Raises:
+        UserError: all problems in one message.
+    """
+    config = resolve(config, world_size)
+    blueprint = draw_blueprint(config)
+    check_routing(blueprint)
+    source, _ = open_sources(config)
+    find_callbacks(config)
+    find_sinks(config)
+    prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _print_nothing)
+    return config, blueprint
+
+
+def work(config: RunConfig, give_up: GiveUp = end_process, observers: Sequence[Observer] = ()) -> None:
+    """Run one rank, from the environment that a launcher has set (torchrun's names) to the end of training.
+
+    Args:
+        give_up: ends this process when the run hangs.
+        observers: the caller's own, the same on every rank; they come before those of ``train.callbacks``.
+    """
+    config = resolve(config, environment_rank()[1])
+    mesh = open_run_mesh(config)
+    with open_run_files(config, mesh) as files:
+        _train_in(files, config, mesh, give_up, observers)
+
+
+def open_run_mesh(config: RunConfig) -> Mesh:
+    """Open the mesh of a resolved configuration. Collective over all ranks; blocks."""
+    return open_mesh(
+        Grid(*config.parallel.degrees),
+        config.train.device,
+        timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
+        tp_across_nodes=config.parallel.tp_across_nodes,
+        ep_across_nodes=config.parallel.ep_across_nodes,
+        share_devices=config.launch.share_devices,
+    )
+
+
+@contextlib.contextmanager
+def open_run_files(config: RunConfig, mesh: Mesh) -> Iterator[RunFiles]:
+    """Make, check and lock the run's directory for the block. Collective over all ranks; blocks."""
+    directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
+    check_nodes(mesh, directory)
+    for text in find_cpu_warnings(mesh, config.launch.threads):
+        print_warning(text)
+    with lock_directory(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
+        yield files
+
+
+def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, observers: Sequence[Observer]) -> None:
+    """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
+    directory = files.directory
+    parts = build(config, mesh)
+    corpus_files = watched_files(parts)
+    check_data(parts)
+    log = print_lines if mesh.rank == 0 else _print_nothing
+    log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
+    if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
+        log(corpus)
+    assert config.batch.global_batch is not None, "resolve the configuration first"
+    if warning := warn_of_small_validation(parts.validation, config.batch.global_batch):
+        log(warning)
+    request = StopRequest()
+    stream = [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
+    callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
+    callbacks.setup(parts)
+    check_added_states(parts, directory)
+    resume(parts, directory, log, callbacks.names)
+    callbacks.load(parts)
+    if mesh.rank == 0 and (balance := describe_balance(parts)):
+        log(balance)
+    record_start(parts, files, corpus_times(parts.source), log)
+    tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
+    steps = config.train.steps
+    limit_s, replace_status = config.launch.timeout_s, partial(files.write, STATUS)
+    watchdog = Watchdog(mesh, directory, limit_s, steps, lambda: parts.state.step, give_up, replace_status)
+    with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
+        try:
+            with watchdog, mesh.activity.during("training"), tracker, StepCollector(config.train.gc_every) as collector:
+                if parts.state.step < steps:
+                    all_observers = observe(parts, files, tracker, request, log, callbacks, corpus_files)
+                    train(parts, [*all_observers, GarbageCollection(collector)])
+                else:
+                    _report_finished(parts, log)
+        except Preempted:
+            close_mesh(mesh)
+            raise
+        close_mesh(mesh)
+    if tracker.lost is not None:
+        raise RunFilesError(
+            "MW-LAUNCH-053", f"{tracker.lost}. The run itself is complete and saved up to step {parts.state.step}"
+        )
+
+
+def check_data(parts: Parts) -> None:
+    """Compare the data of all ranks. One with other samples would train on inputs that do not match the labels.
+
+    Collective over all ranks; blocks.
+
+    Raises:
+        DataError: on every rank; names the ranks that have other data than rank 0.
+    """
+    own = {f"validation: {name}": value for name, value in data_fingerprint(parts.validation).items()}
+    every: list[dict[str, str]] = parts.mesh.world.gather_objects(own | dict(parts.data_fingerprint))
+    different = [rank for rank, found in enumerate(every) if found != every[0]]
+    if different:
+        found = every[different[0]]
+        names = sorted(name for name in found.keys() | every[0].keys() if found.get(name) != every[0].get(name))
+        raise DataError(
+            "MW-LAUNCH-094",
+            f"ranks {different} have other data than rank 0: rank {different[0]} has {found.get(names[0])} for "
+            f"{names[0]!r}, rank 0 {every[0].get(names[0])}. Give all nodes the same files; a data.builder must return "
+            f"the same samples in every process, for example by a generator with a fixed seed",
+        )
+
+
+def watched_files(parts: Parts) -> LiveFiles:
+    """Return the files of the corpora to watch: on the first rank of each node all, on the others none."""
+    nodes, rank = parts.mesh.nodes, parts.mesh.rank
+    return live_files(parts.source, parts.validation) if nodes.index(nodes[rank]) == rank else LiveFiles([])
+
+
+def _report_finished(parts: Parts, log: Callable[[str], None]) -> None:
+    """Print the validation loss of a run that has taken all its steps."""
+    steps, step = parts.config.train.steps, parts.state.step
+    taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
+    if parts.validation is not None:  # the same number as on the layout that trained
+        with parts.mesh.activity.during("validating"):
+            log(describe_validation(parts, validate(parts)))
+    log(f"the run has taken {taken}: raise train.steps to continue, or choose another run.name to train anew")
+
+
+def observe(
+    parts: Parts,
+    files: RunFiles,
+    tracker: Tracker,
+    request: StopRequest,
+    log: Callable[[str], None],
+    callbacks: Callbacks,
+    corpus_files: LiveFiles,
+) -> list[Observer]:
+    """Return the observers of a run; :class:`Checkpoints` among them connects ``request`` to the step's flag STOP.
+
+    Their order is fixed: most of them communicate, and each may use the results of those before it.
+    """
+    checkpoints = Checkpoints(parts, files, request, log)
+    own = [callbacks] if callbacks.observers else []
+    return [
+        *routing(parts, files.directory),  # ends the step's recording, before a validation
+        RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
+        Timing(parts, files.directory, log),  # the traced step, stragglers
+        Validation(lambda loss: log(describe_validation(parts, loss))),
+        *own,  # the user's, of train.callbacks and of a script; they may add metrics to the record
+        *gpu_metrics(parts),  # utilization, power, temperature and more of all GPUs, sampled in the background
+        *expert_load(parts, files.directory),  # tokens of each expert, where a router counts them
+        Records(tracker),  # metrics.jsonl, console, wandb
+        DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
+        CorpusCheck(corpus_files.changes),  # files of the corpus that were overwritten under the run
+        PeakMemory(files.directory),  # memory.json
+        checkpoints,  # saves
+        *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback, signal or not
+        EndOfRun(checkpoints),  # ends the run after its last step or a signal
+    ]
+
+
+def describe_validation(parts: Parts, validation_loss: float) -> str:
+    """Return the validation loss and, where the corpus has token counts, the unigram baseline beside it."""
+    text = f"validation loss  {validation_loss:.4f} {loss_unit(parts.blueprint)}"
+    nats = unigram_nats(parts.validation)
+    if nats is not None and has_perplexity(parts.blueprint):
+        text += f"\nunigram baseline  {nats:.4f}, by the token frequencies of the training text alone"
+    return text
+
+
+def _print_nothing(text: str) -> None:
+    """Print nothing; only rank 0 prints."""

@@ -1,5 +1,0 @@
-"""Module for the fork server, which can only import modules: importing it prepares the server to fork ranks."""
-
-from meshwright.launch.forking import preload
-
-preload()

@@ -1,0 +1,1 @@
+"""Commands of ``meshwright``: convert, config import, checkpoint export."""

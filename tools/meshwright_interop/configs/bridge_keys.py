@@ -1,0 +1,175 @@
+"""Tables of Megatron-Bridge's fields: their flags in Megatron-LM, their usual values, and the rest."""
+
+from __future__ import annotations
+
+from meshwright_interop.configs.source_keys import (
+    FLOAT8,
+    METRICS,
+    PRETRAINED,
+    TOKENIZER,
+    TRACING,
+    DropReason,
+    DropRule,
+)
+
+OF_MODEL = """
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout
+    attention_dropout normalization qk_layernorm add_qkv_bias window_size window_attn_skip_freq rotary_base
+    rotary_percent rotary_interleaved position_embedding_type rope_scaling_factor qk_l2_norm init_method_std
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
+    recompute_granularity recompute_method recompute_num_layers recompute_modules multi_latent_attention
+    mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+    apply_residual_connection_post_layernorm vocab_size make_vocab_size_divisible_by
+    linear_attention_freq experimental_attention_variant attention_output_gate softmax_scale no_rope_freq qk_clip
+    glu_linear_offset activation_func_clamp_value enable_mhc_connections embedding_init_method_std
+    heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
+    use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
+    calculate_per_token_loss fp8 fp8_recipe fp4 cross_entropy_fusion_impl
+"""
+"""Fields of ``model`` with the name of their flag."""
+FLAGS = {
+    **{f"model.{name}": name.replace("_", "-") for name in OF_MODEL.split()},
+    "model.layernorm_epsilon": "norm-epsilon",
+    "optimizer.apply_wd_to_qk_layernorm": "apply-wd-to-qk-layernorm",
+    "model.num_moe_experts": "num-experts",
+    "model.seq_len_interpolation_factor": "rotary-seq-len-interpolation-factor",
+    "model.virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "model.num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "model.num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "model.bf16": "bf16",
+    "model.fp16": "fp16",
+    "dataset.seq_length": "seq-length",
+    "dataset.sequence_length": "seq-length",
+    "dataset.data_path": "data-path",
+    "dataset.split": "split",
+    "dataset.reset_position_ids": "reset-position-ids",
+    "dataset.reset_attention_mask": "reset-attention-mask",
+    "dataset.eod_mask_loss": "eod-mask-loss",
+    "model.max_position_embeddings": "max-position-embeddings",
+    **{
+        f"train.{name}": name.replace("_", "-")
+        for name in ("micro_batch_size", "global_batch_size", "rampup_batch_size")
+    },
+    **{
+        f"train.{name}": name.replace("_", "-")
+        for name in (
+            "train_iters",
+            "train_samples",
+            "iterations_to_skip",
+            "check_weight_hash_across_dp_replicas_interval",
+        )
+    },
+    **{
+        f"{section}.{name}": f"eval-{name[5:]}"
+        for section in ("validation", "train")
+        for name in ("eval_iters", "eval_interval")
+    },
+    **{
+        f"optimizer.{name}": name.replace("_", "-")
+        for name in (
+            *("lr", "min_lr", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "weight_decay"),
+            *("clip_grad", "bf16", "fp16", "use_distributed_optimizer", "decoupled_lr", "decoupled_min_lr"),
+            *("optimizer_cpu_offload", "optimizer_offload_fraction"),
+            *("muon_momentum", "muon_nesterov", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode"),
+            *("muon_extra_scale_factor", "muon_split_qkv", "muon_split_fc1", "muon_tp_mode", "muon_coefficient_type"),
+            *("muon_scalar_optimizer", "muon_fp32_matmul_prec"),
+        )
+    },
+    **{
+        f"scheduler.{name}": name.replace("_", "-")
+        for name in (
+            *("lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
+            *("lr_wsd_decay_samples", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"),
+            *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "no_weight_decay_cond_type"),
+        )
+    },
+    **{
+        f"{section}.{name}": name.replace("_", "-")
+        for section in ("optimizer", "mixed_precision")
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    },
+    "mixed_precision.bf16": "bf16",
+    "mixed_precision.fp16": "fp16",
+    "ddp.use_distributed_optimizer": "use-distributed-optimizer",
+    "ddp.data_parallel_sharding_strategy": "data-parallel-sharding-strategy",
+    "ddp.num_distributed_optimizer_instances": "num-distributed-optimizer-instances",
+    "ddp.grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32",
+    "ddp.bucket_size": "ddp-bucket-size",
+    "dist.use_megatron_fsdp": "use-megatron-fsdp",
+    "dist.use_torch_fsdp2": "use-torch-fsdp2",
+    "ddp.use_megatron_fsdp": "use-megatron-fsdp",
+    "dist.distributed_timeout_minutes": "distributed-timeout-minutes",
+    "checkpoint.save_interval": "save-interval",
+    "checkpoint.save": "save",
+    "checkpoint.load": "load",
+    "checkpoint.async_save": "async-save",
+    "checkpoint.pretrained_checkpoint": "pretrained-checkpoint",
+    "checkpoint.finetune": "finetune",
+    "rng.seed": "seed",
+    "logger.log_interval": "log-interval",
+    "logger.wandb_project": "wandb-project",
+    "logger.wandb_exp_name": "wandb-exp-name",
+    "tokenizer.tokenizer_type": "tokenizer-type",
+    "tokenizer.vocab_size": "vocab-size",
+    "tokenizer.tokenizer_model": "tokenizer-model",
+}
+"""Field -> flag of Megatron-LM. Of two fields for one flag, the first that is set counts."""
+INVERTED = {
+    "model.share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
+    "model.add_bias_linear": "disable-bias-linear",
+    "model.bias_activation_fusion": "no-bias-gelu-fusion",
+}
+"""Field -> flag of the opposite meaning."""
+REFUSED = {
+    "train.step_batch_size_schedule": "its thresholds are samples or tokens, which the file does not say",
+    "model.rotary_scaling_factor": "no other scaling of positions than that of Llama 3.1 here",
+    "model.softmax_type": "one kind of softmax here",
+    "model.layernorm_across_heads": "a norm of q and k is over one head here",
+    "dataset.dataset_root": "data of conversations is not read here",
+    "dataset.dataset_name": "data of conversations is not read here",
+    "dataset.hf_dataset": "data of conversations is not read here",
+}
+"""Fields that change the training and have no counterpart -> the reason to refuse them."""
+USUAL: dict[str, object] = {
+    "model.attention_softmax_in_fp32": False,
+    "model.softmax_type": "vanilla",
+    "model.layernorm_zero_centered_gamma": True,
+    "model.qk_clip_alpha": 0.5,
+    "model.qk_clip_threshold": 100,
+    "model.fp16_lm_cross_entropy": False,
+}
+"""Field -> the value that most files have, which has no effect here."""
+REST = (
+    DropRule("peft* optimizer.muon_* optimizer.lion_* model.mtp_*", DropReason.NEEDLESS),
+    DropRule("model.fp8* mixed_precision.fp8*", DropReason.BY_HAND, FLOAT8),
+    DropRule("model.fp4* mixed_precision.fp4*", DropReason.NONE, "no float4"),
+    DropRule("tokenizer.*", DropReason.BY_HAND, TOKENIZER),
+    DropRule("profiling.*", DropReason.NONE, TRACING),
+    DropRule("checkpoint.hf_source_path", DropReason.BY_HAND, PRETRAINED),
+    DropRule("logger.*", DropReason.NEEDLESS, METRICS),
+    DropRule("dataset.blend* dataset.*path*", DropReason.BY_HAND, "data.train, the path of a .bin/.idx pair"),
+    DropRule("model.moe_* model.linear_* model.mamba_* model.dsa_* model.mhc_*", DropReason.NEEDLESS),
+    DropRule(
+        """checkpoint.* ckpt_* dist.* ddp.* ft* straggler* nvrx_straggler* rerun_state_machine* inprocess_restart*
+        comm_overlap* tensor_inspect* env_vars* rng.* validation.* train.* scheduler.* optimizer.* mixed_precision*
+        dataset.* optimizer_config_override_provider* _target_ *._target_ *._call_ *._args_ inference*
+        model.cuda_graph* model.*fusion* model.tp_comm_* model.*overlap* model.*_parallel_* model.params_dtype*
+        model.*dtype* model.transformer_impl model.transformer_layer_spec* model.attention_backend* model.cpu_offload*
+        model.deallocate_* model.batch_p2p_* model.microbatch_* model.hf_model_* model.generation_config*
+        model.*inference* model.distribute_saved_* model.gradient_accumulation* model.async_* model.barrier_*
+        model.fine_grained_* model.*offload* model.wgrad_* model.defer_* model.symmetric_* model.*_graph*
+        model.use_te_* model.*init_method* model.account_for_* model.parallel_output model.should_pad_vocab
+        model.scatter_* model.clone_scatter_* model.memory_* model.persist_* model.bias_* model.masked_*
+        model.use_cpu_* model.perform_* model.timers* model.finalize_* model.bf16 model.fp16 model.grad_*
+        model.no_sync_* model.param_sync_* model.enable_autocast model.variable_seq_* model.seq_length model.autocast*
+        model.num_microbatches_* model.overlap_* model.config_logger_dir model.disable_* model.flash_*
+        model.batch_invariant_* model.test_mode model.log_* model.mlp_chunks_* model.use_kitchen* model.kitchen_*
+        model.quant_* model.restore_* model.is_hybrid_model model.gdp_* model.*_spec* model.fused_*
+        model.apply_rope_fusion model.apply_query_key_layer_scaling model.hetereogenous_* model.min_offloaded_*
+        model.delay_* model.delta_* model.external_* model.use_arbitrary_* model.tp_only_* model.num_layers_at_*
+        model.first_last_* model.rope_scaling_factor model.yarn_* model.init_model_* model.cross_entropy_*
+        model.heterogeneous_block_specs model.mrope_section model.fp32_residual_connection""",
+        DropReason.NEEDLESS,
+    ),
+)
+"""Rows for all fields that are no flags; the first match applies."""

@@ -1,0 +1,58 @@
+"""Translation of torchtitan's optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from meshwright_interop.configs.translation import Translation
+
+
+def optimizer(translation: Translation) -> None:
+    """Translate the optimizer, its weight decay and clipping, and the schedule of the learning rate."""
+    name = translation.text("optimizer.name", "AdamW")
+    translation.put("optimizer.name", "adamw")
+    decay = translation.number("optimizer.weight_decay", 0.1)
+    if name == "Adam" and decay:
+        translation.refuse("optimizer.name", "weight decay is decoupled here (AdamW), not added to the gradient")
+    elif name not in ("Adam", "AdamW"):
+        translation.refuse("optimizer.name", "no such optimizer here, only AdamW")
+    rate = translation.number("optimizer.lr", 8e-4)
+    assert rate is not None
+    translation.put("optimizer.learning_rate", rate)
+    translation.put(
+        "optimizer.betas", [translation.number("optimizer.beta1", 0.9), translation.number("optimizer.beta2", 0.95)]
+    )
+    translation.put("optimizer.eps", translation.number("optimizer.eps", 1e-8))
+    translation.put(
+        "optimizer.weight_decay", decay, "on matrices only; torchtitan decays norms and biases too" if decay else ""
+    )
+    translation.put("optimizer.clip_norm", translation.number("training.max_norm", 1.0))
+    _learning_rate(translation, rate)
+
+
+def _learning_rate(translation: Translation, rate: float) -> None:
+    """Translate torchtitan's ``linear_warmup_stable_decay`` over ``total_steps``, or all steps of the run."""
+    steps = translation.count("training.steps", 10000)
+    translation.put("train.steps", steps)
+    total = translation.optional_count("lr_scheduler.total_steps") or steps
+    warmup = min(translation.integer("lr_scheduler.warmup_steps", 200) or 0, total)
+    translation.put("optimizer.warmup_steps", min(warmup, steps))
+    if warmup > steps:
+        translation.refuse("lr_scheduler.warmup_steps", f"the warm-up ends with the run here, after {steps} steps")
+    low = float(f"{rate * (translation.number('lr_scheduler.min_lr_factor', 0.0) or 0.0):.12g}")
+    translation.put("optimizer.min_learning_rate", low)
+    kind, ratio = translation.text("lr_scheduler.decay_type", "linear"), translation.number("lr_scheduler.decay_ratio")
+    decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
+    if ratio == 0.0 or decay == 0:
+        translation.put("optimizer.schedule", "constant")
+        translation.tree.pop("optimizer.min_learning_rate")
+        return
+    if kind == "sqrt":
+        translation.refuse("lr_scheduler.decay_type", "no such decay here, only cosine and linear")
+    if warmup + decay < total:
+        translation.put("optimizer.schedule", "wsd")
+        translation.put("optimizer.decay_steps", decay, f"lr_scheduler.decay_ratio {ratio} of {total} steps")
+        if kind == "cosine":
+            translation.refuse("lr_scheduler.decay_type", "the decay after a constant rate is linear here")
+    else:
+        translation.put("optimizer.schedule", "cosine" if kind == "cosine" else "linear")
+    if total != steps:
+        translation.put("optimizer.decay_until", total, "lr_scheduler.total_steps")

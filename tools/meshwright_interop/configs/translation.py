@@ -1,0 +1,252 @@
+"""State of the translation of a foreign configuration: its keys, the meshwright keys so far, and decisions to report.
+
+Item per key of the file --read----> Translation.put(meshwright key) --> tree --> config.load_saved --> RunConfig
+                         --drop----> dropped, with the reason
+                         --refuse--> an error that names the key: without it the run would train something else
+                         --unread--> dropped, as unknown: no key of the file is lost silently
+
+A meshwright key that the file does not give is left open (no command accepts the file before it is set) or guessed
+(the value is marked on its line).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from meshwright.config.keys import format_value
+from meshwright.errors import ConfigError
+from meshwright_interop.configs.source_keys import (
+    DEGREES,
+    DroppedKey,
+    DropReason,
+    DropRule,
+    SourceKey,
+    is_off,
+    is_variable,
+)
+
+
+class Translation:
+    """Configuration under translation. Moved keys of the file are stored under their newest names."""
+
+    def __init__(
+        self, items: Mapping[str, SourceKey], framework: str, *, own_model: bool = False, without: Collection[str] = ()
+    ) -> None:
+        self.items = dict(items)
+        self.framework = framework
+        self.own_model = own_model
+        """True if the command line sets model.builder: the model of the file is ignored."""
+        self.without = frozenset(without)
+        """Keys named by ``--without``: dropped where they would be refused."""
+        self.read: set[str] = set()
+        self.tree: dict[str, Any] = {}
+        """Dotted meshwright key -> value."""
+        self.decided: list[str] = []
+        self.assumed: list[str] = []
+        """Keys missing from the file, with the defaults of their framework: ``key = value``."""
+        self.dropped: list[DroppedKey] = []
+        self.open: dict[str, str] = {}
+        """Dotted meshwright key whose value is not in the file -> the reason. The tree has a stand-in for checks."""
+        self.guessed: dict[str, str] = {}
+        """Dotted meshwright key with a guessed value -> the reason."""
+        self.refused: list[ConfigError] = []
+        self.unset: dict[str, str] = {}
+        """Key of the file whose value is a variable that a script does not define -> the variable."""
+
+    # -- keys of the file
+
+    def has(self, name: str) -> bool:
+        """Return True if the file sets a key; ``null`` does not count."""
+        return name in self.items and self.items[name].value is not None
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the value in the file, or the default. A default that has an effect is recorded in ``assumed``."""
+        if self.has(name):
+            self.read.add(name)
+            return self.items[name].value
+        if name in self.items:
+            self.read.add(name)
+        if default is not None and not is_off(default) and not (type(default) is int and default in (1, -1)):
+            note = f"{name} = {format_value(default)}"
+            self.assumed += [] if note in self.assumed else [note]
+        return default
+
+    def integer(self, name: str, default: int | None = None) -> int | None:
+        """Return a whole number; ``1e3`` is accepted."""
+        raw = self.number(name, default)
+        if raw is None:
+            return None
+        if raw != int(raw):
+            raise self._wrong(name, "a whole number")
+        return int(raw)
+
+    def number(self, name: str, default: float | None = None, *, minimum: float = -math.inf) -> float | None:
+        """Return a finite number from ``minimum`` up, also from text, since YAML 1.1 reads ``3e-4`` as text."""
+        raw = self._known(name, default)
+        if raw is None:
+            return None
+        if isinstance(raw, bool) or (isinstance(raw, str) and not raw.isascii()):
+            raise self._wrong(name, "a number")
+        try:
+            value = float(raw)
+        except (TypeError, ValueError, OverflowError):
+            raise self._wrong(name, "a number") from None
+        if not math.isfinite(value):
+            raise self._wrong(name, "a number")
+        if value < minimum:
+            raise self._wrong(name, f"a number from {minimum:g} up")
+        return value
+
+    def count(self, name: str, default: int, *, maximum: int = 10**9) -> int:
+        """Return a whole number from 1 to ``maximum``."""
+        raw = self.integer(name, default)
+        assert raw is not None
+        if not 1 <= raw <= maximum:
+            raise self._wrong(name, f"a whole number from 1 to {maximum}")
+        return raw
+
+    def optional_count(self, name: str) -> int | None:
+        """Return a whole number from 1 up; None if the file has none, or an undefined variable."""
+        if not self.has(name) or self.integer(name) is None:
+            return None
+        return self.count(name, 1)
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        """Return a boolean; a flag without a value is true."""
+        raw = self.value(name, default)
+        if isinstance(raw, str) and (raw.lower() in ("true", "false") or raw.startswith("$")):
+            return raw.lower() != "false"
+        if not isinstance(raw, bool):
+            raise self._wrong(name, "true or false")
+        return raw
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """Return text; numbers are converted to text. An undefined variable counts as missing."""
+        raw = self._known(name, default)
+        if isinstance(raw, dict | list | bool):
+            raise self._wrong(name, "text")
+        return None if raw is None else str(raw)
+
+    def _known(self, name: str, default: Any) -> Any:
+        """Return the value, or the default in place of an undefined variable, which is recorded in ``unset``."""
+        raw = self.value(name, default)
+        if not is_variable(raw) or name not in self.items:
+            return raw
+        self.unset[name] = raw
+        return default
+
+    def why_missing(self, *names: str) -> str:
+        """Return the reason why none of the keys gives a value: an undefined variable, or a file without them."""
+        name = next((name for name in names if name in self.unset), None)
+        if name is not None:
+            return f"{self.items[name].key} is {self.unset[name]}, which the file does not define"
+        dashes = "--" if self.framework.startswith("Megatron") else ""
+        return f"the file has no {' or '.join(dashes + name for name in names)}"
+
+    def _wrong(self, name: str, wanted: str) -> ConfigError:
+        return ConfigError(
+            "MW-INTEROP-029", f"{self.place(name)}: {self.framework} expects {wanted} here: correct the file"
+        )
+
+    def place(self, name: str) -> str:
+        """Return ``file:line: key = value`` for an error message, or a note that a missing key has its default."""
+        if name not in self.items:
+            return f"{name} (at {self.framework}'s default)"
+        item = self.items[name]
+        return f"{item.place}: {item.written}"
+
+    def unsupported_model(self, name: str, what: str) -> ConfigError:
+        """Build the error for a model that meshwright does not have."""
+        return ConfigError(
+            "MW-INTEROP-030",
+            f"{self.place(name)}: meshwright has no model with {what}; provide one with "
+            f"--model.builder=module:function and its --model.options.*",
+        )
+
+    def refuse(self, name: str, why: str) -> None:
+        """Record an error for a key that changes the training and has no counterpart; convert.py raises all at the end.
+
+        Args:
+            name: the key, or one at the framework's default.
+            why: the reason, for the error; ``--without NAME`` drops the key instead.
+        """
+        if name in self.without:
+            self.drop(name, DropReason.NONE, f"{why}; left out by --without")
+            return
+        self.read.add(name)
+        end = f"; `--without {name}` imports the file without it"
+        self.refused.append(ConfigError("MW-INTEROP-089", f"{self.place(name)}: {why}{end}"))
+
+    @staticmethod
+    def run_name(text: str) -> str:
+        """Convert text to a valid ``run.name``."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-") or "imported"
+
+    # -- meshwright keys
+
+    def put(self, key: str, value: Any, reason: str = "") -> None:
+        """Set a meshwright key; no effect if the value is None.
+
+        ``reason``: for the report, if the value is not obvious from the file.
+        """
+        if value is None:
+            return
+        self.tree[key] = value
+        if reason:
+            self.decided.append(f"{key} = {format_value(value)}: {reason}")
+
+    def leave_open(self, key: str, stand_in: Any, reason: str) -> None:
+        """Leave a meshwright key open for the user. ``stand_in``: value with which this import is checked."""
+        self.guessed.pop(key, None)
+        self.open[key] = reason
+        self.tree.pop(key, None)
+        self.put(key, stand_in)
+
+    def guess(self, key: str, value: Any, reason: str) -> None:
+        """Set a meshwright key to a value that is a guess, and mark it."""
+        self.tree[key] = value
+        self.guessed[key] = reason
+
+    def decide(self, note: str) -> None:
+        """Append a line to the report that belongs to no single key."""
+        self.decided.append(note)
+
+    def drop(self, name: str, reason: DropReason, note: str = "") -> None:
+        """Record that a key of the file is not carried over; no effect if the file does not have it."""
+        if name in self.items:
+            self.read.add(name)
+            self.dropped.append(DroppedKey(self.items[name], reason, note))
+
+    def skip(self, *patterns: str) -> None:
+        """Mark keys as read that have no effect in this file, such as those of a disabled feature."""
+        self.read |= {name for name in self.items if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+    def drop_rest(self, rest: Sequence[DropRule]) -> None:
+        """Record all unread keys as not carried over, by the first matching row or as unknown; skip unused options."""
+        for name in [name for name in self.items if name not in self.read]:
+            row = next((row for row in rest if row.matches(name)), None)
+            if row is None and self.items[name].value is not None:
+                self.drop(name, DropReason.UNKNOWN, f"unknown key of {self.framework}")
+            elif (
+                row is None
+                or is_off(self.items[name].value)
+                or (name.endswith(DEGREES) and self.items[name].value in (1, "1"))
+            ):
+                self.read.add(name)
+            else:
+                self.drop(name, row.reason, row.note)
+
+    def nested(self) -> dict[str, Any]:
+        """Return the tree as nested sections."""
+        tree: dict[str, Any] = {}
+        for key, value in self.tree.items():
+            *tables, last = key.split(".")
+            table = tree
+            for name in tables:
+                table = table.setdefault(name, {})
+            table[last] = value
+        return tree

@@ -1,0 +1,4 @@
+"""Scheme ``hf:`` of ``model.builder``: a directory with a model of transformers."""
+
+from meshwright_interop.huggingface.restructure.directory import vocabulary as vocabulary
+from meshwright_interop.huggingface.restructure.layers import builder as builder

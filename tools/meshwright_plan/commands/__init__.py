@@ -1,0 +1,1 @@
+"""Commands of ``meshwright``: plan, dryrun, stages, draw, calibrate, report, plot."""

@@ -1,0 +1,142 @@
+"""A layout of a search, its configuration, and layouts that are rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+from meshwright.config import RunConfig, batch_numbers, shard_factor
+from meshwright_plan.planner.context import EXCHANGE, ORDER, context_keys, context_words
+
+EFFORTS = ("none", "pointwise", "selective", "half", "full")
+"""Values of ``pipeline.recompute``, the cheapest first; "half" is "full" for every second layer."""
+EVERY_SECOND = "*[02468]"
+"""Pattern of every second layer's name, by its last digit."""
+
+Degrees: TypeAlias = tuple[int, int, int, int, int]
+"""Degrees of pp, dp, cp, tp and ep."""
+Shape: TypeAlias = tuple[Degrees, str, int, int, str]
+"""(degrees, schedule, stages per rank, samples per micro-batch, exchange of context parallelism)."""
+
+
+class Choice(NamedTuple):
+    """Layout of a search: degrees, schedule, batch, sharding and recompute."""
+
+    pp: int
+    dp: int
+    tp: int
+    schedule: str
+    interleave: int
+    micro_batch_size: int
+    chunks: int
+    zero: int
+    shard_factor: int
+    sequence: bool
+    recompute: str
+    offload: bool
+    cp: int = 1
+    ep: int = 1
+    exchange: str = EXCHANGE
+    order: str = ORDER
+
+    @property
+    def shape(self) -> Shape:
+        """Fields shared by layouts that differ only in sharding and recompute."""
+        return self.degrees, self.schedule, self.interleave, self.micro_batch_size, self.exchange
+
+    @property
+    def degrees(self) -> Degrees:
+        """Degrees of pp, dp, cp, tp and ep."""
+        return self.pp, self.dp, self.cp, self.tp, self.ep
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas, dp x cp."""
+        return self.dp * self.cp
+
+    @property
+    def effort(self) -> int:
+        """Amount of recompute, from 0 for none."""
+        return EFFORTS.index(self.recompute)
+
+    def has(self, pins: Mapping[str, int | str]) -> bool:
+        """Return True if the layout has the pinned values, field -> value."""
+        return all(getattr(self, name) == value for name, value in pins.items())
+
+    def __str__(self) -> str:
+        pipeline = f", {self.schedule}" if self.pp > 1 else ""
+        pipeline += f" x{self.interleave}" if self.schedule == "interleaved_1f1b" else ""
+        sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.num_replicas else ""
+        words = context_words(self.exchange, self.order)
+        context = f" x cp {self.cp}" + (f" ({words})" if words else "") if self.cp > 1 else ""
+        shared = f", ep {self.ep}" if self.ep > 1 else ""
+        return (
+            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{shared}{pipeline}, "
+            f"{self.micro_batch_size} x {self.chunks}, ZeRO-{self.zero}{sharded}"
+            + (", sequence" if self.sequence else "")
+            + (f", recompute {self.recompute}" if self.recompute != "none" else "")
+            + (", offload" if self.offload else "")
+        )
+
+
+class Rejection(NamedTuple):
+    """Layouts that cannot be run or do not fit, for one reason."""
+
+    rule: str
+    """Broken rule, with the number that breaks it."""
+    example: str
+    times: int
+
+
+def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
+    """Return the resolved configuration of a choice; everything else is that of ``base``."""
+    parallel = {
+        "pp": choice.pp,
+        "dp": choice.dp,
+        "cp": choice.cp,
+        "tp": choice.tp,
+        "ep": choice.ep,
+        "ep_across_nodes": base.parallel.ep_across_nodes and choice.ep > 1,
+        "zero": choice.zero,
+        "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.num_replicas else None,
+        "sequence": choice.sequence,
+        "offload": choice.offload,
+        "offload_directory": base.parallel.offload_directory if choice.offload else None,
+        "reduce": None,
+        "tp_across_nodes": False,
+        **context_keys(base, choice.cp, choice.exchange, choice.order),
+    }
+    layers = ["*"] if choice.recompute == "none" else base.pipeline.recompute_layers
+    pipeline = {
+        "schedule": choice.schedule,
+        "schedule_file": None,
+        "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" or ":" in choice.schedule else None,
+        "recompute": "full" if choice.recompute == "half" else choice.recompute,
+        "recompute_layers": [EVERY_SECOND] if choice.recompute == "half" else layers,
+        "balance": base.pipeline.balance if isinstance(base.pipeline.balance, str) else "time",
+    }
+    batch = {"micro_batch_size": choice.micro_batch_size, "chunks": choice.chunks}
+    batch["global_batch"] = choice.micro_batch_size * choice.chunks * choice.dp
+    launch = {"processes": choice.pp * choice.num_replicas * choice.tp}
+    return base.replace(parallel=parallel, pipeline=pipeline, batch=batch, launch=launch)
+
+
+def choice_of(config: RunConfig) -> Choice:
+    """Return the layout of a resolved configuration."""
+    parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config)
+    return Choice(
+        *parallel.degrees[:3],
+        pipeline.schedule,
+        pipeline.stages_per_rank,
+        batch.micro_batch_size,
+        batch.chunks,
+        parallel.zero,
+        shard_factor(config),
+        parallel.sequence,
+        "half" if pipeline.recompute == "full" and pipeline.recompute_layers == [EVERY_SECOND] else pipeline.recompute,
+        parallel.offload,
+        parallel.cp,
+        parallel.ep,
+        parallel.cp_exchange,
+        parallel.cp_order,
+    )
