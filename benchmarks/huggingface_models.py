@@ -33,8 +33,8 @@ from meshwright.model.build import build_model
 from meshwright.verify import Verification, parse_layout
 from meshwright_interop.huggingface.restructure.library import import_transformers
 from meshwright_launch.pool import RankPool
+from tests.interop.huggingface.architectures import directory, run_config
 from tests.support.plain import plain_layers
-from tests.tools.interop.huggingface.architectures import directory, run_config
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"

@@ -18,30 +18,30 @@ import pytest
 
 from meshwright_launch.cli import main
 from tests.docs.test_commands import COMMANDS, ROOT
-from tests.tools.interop.configs.samples import TORCHTITAN
+from tests.interop.configs.samples import TORCHTITAN
 
 ELSEWHERE = {
     r"init$": "12 MB of text: tests/launch/test_init.py, and tests/launch/test_wheel.py from a wheel",
     r"train first.toml$": "the same tests, with fewer steps",
     r"train configs/demo.toml": "minutes on eight ranks: `make demo`, and tests/end_to_end of the same layouts",
-    r"verify configs/demo.toml": "minutes on eight ranks: tests/tools/verify proves the same layouts",
+    r"verify configs/demo.toml": "minutes on eight ranks: tests/framework/verify proves the same layouts",
     r"(train|verify) own_run.toml": "tests/examples/test_own_run.py, with fewer steps",
     r"(train|verify) examples/vision/": "tests/examples/test_vision.py, with fewer steps",
     r"(train|verify) examples/stream/": "tests/examples/test_streams.py, with fewer steps",
-    r"checkpoint export .*--weights ema": "needs a callback with a state; other kinds: tests/tools/interop/test_dcp.py",
-    r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/tools/interop/huggingface",
-    r"convert .*(peft|--merge|runs/base)": "needs a run with adapters; docs/tasks, tests/adapters",
-    r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
-    r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
+    r"checkpoint export .*--weights ema": "needs a callback with a state; other kinds: tests/interop/test_dcp.py",
+    r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/interop/huggingface",
+    r"convert .*(peft|--merge|runs/base)": "needs a run with adapters; docs/tasks, tests/framework/adapters",
+    r"train runs/llama/config.toml": "follows from that conversion; tests/interop/huggingface/test_back.py",
+    r"(train|verify) run.toml": "needs a transformers directory; tests/interop/huggingface/test_restructure.py",
     r"train configs/moe-demo.toml": "minutes on eight ranks: tests/end_to_end/test_shared_experts.py, a smaller model",
-    r"verify configs/moe-demo.toml": "minutes on eight ranks: tests/tools/verify/test_routing.py, a smaller model",
-    r"verify moe.toml": "minutes on eight ranks: tests/tools/verify/test_experts.py proves the same layouts",
+    r"verify configs/moe-demo.toml": "minutes on eight ranks: tests/framework/verify/test_routing.py, a smaller model",
+    r"verify moe.toml": "minutes on eight ranks: tests/framework/verify/test_experts.py proves the same layouts",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
     r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",
-    r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/tools/doctor",
-    r"calibrate ": "measures this machine for a minute: tests/launch/test_plan.py",
-    r"data prepare 'crawl/.*parquet'": "needs a token of that tokenizer; tests/data/prepare reads it",
-    r"data stdlib ": "12 MB of text: `make demo`, tests/data",
+    r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/framework/doctor",
+    r"calibrate ": "measures this machine for a minute: tests/plan/commands/test_plan.py",
+    r"data prepare 'crawl/.*parquet'": "needs a token of that tokenizer; tests/framework/data/prepare reads it",
+    r"data stdlib ": "12 MB of text: `make demo`, tests/framework/data",
 }
 """Pattern of a command -> where it is run, or why it cannot be."""
 LONG = (

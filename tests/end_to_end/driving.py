@@ -94,7 +94,7 @@ def with_own_samples(config: RunConfig) -> RunConfig:
     """The same on a dataset of the user's, of random tokens: without the corpus, ranks need not import megatron-core,
     which is half of what it takes to start them."""
     tree = config.model_dump(exclude_unset=True)
-    return RunConfig.model_validate({**tree, "data": {"builder": "tests.watch.hanging:samples"}})
+    return RunConfig.model_validate({**tree, "data": {"builder": "tests.framework.watch.hanging:samples"}})
 
 
 def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

@@ -26,8 +26,8 @@ from meshwright.run.starts import record_start
 from meshwright_launch.cli import main
 from meshwright_launch.pool import RankPool
 from meshwright_launch.work import work
-from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
+from tests.framework.checkpoint.test_checkpoint_hostile import forge
 from tests.support.errors import has_code
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from meshwright_launch.arguments import build_parser
 from tests.end_to_end.network import GUARD, in_namespace, strangers
-from tests.tools.interop.configs import samples
+from tests.interop.configs import samples
 
 ROOT = Path(__file__).parents[2]
 SMALL = """

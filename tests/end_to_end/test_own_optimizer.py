@@ -19,7 +19,7 @@ from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import LATER, layout, run_config, tensors, train, train_rank
 from tests.support.errors import has_code
 
-KINDS = "tests.optimizer.own_kinds"
+KINDS = "tests.framework.optimizer.own_kinds"
 PLAIN: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 3e-3, "weight_decay": 0.1}
 MOMENTUM = {**PLAIN, "builder": f"{KINDS}:Momentum", "options": {"late": 2}}
 AVERAGED = {**PLAIN, "builder": f"{KINDS}:Averaged", "options": {"late": 70}}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.verify.cases import References
+from tests.framework.verify.cases import References
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from meshwright.tensor_parallel import megatron
 from meshwright.verify.rank import open_verify_source, run_layout
 from meshwright.watch.drift import bits, replicated_tensors
 from tests.end_to_end.driving import save, tensors
-from tests.watch.spoiling import Spoil, spoil
+from tests.framework.watch.spoiling import Spoil, spoil
 
 
 def parts_of(config: RunConfig) -> Parts:

@@ -21,8 +21,8 @@ from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.compare import TOLERANCES, compare
 from meshwright.verify.rank import merge, run_layout
 from meshwright_launch.local import launch
+from tests.framework.verify.cases import References, model_config, size_for
 from tests.gpu import on_gpu
-from tests.tools.verify.cases import References, model_config, size_for
 
 pytestmark = [
     pytest.mark.gpu,

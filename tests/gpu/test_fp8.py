@@ -14,8 +14,8 @@ from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.quantise import dequantise, encode, exponents_of, quantise
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.rank import run_layout
-from tests.tensor_parallel.ranks_of_tp import drawn
-from tests.tools.verify.cases import config_of
+from tests.framework.tensor_parallel.ranks_of_tp import drawn
+from tests.framework.verify.cases import config_of
 
 DEVICE = os.environ.get("MESHWRIGHT_GPU_TESTS", "cuda")
 pytestmark = [

@@ -19,10 +19,10 @@ from meshwright.config import RunConfig
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.compare import compare, tolerance_of
 from meshwright.verify.rank import merge, run_layout
-from tests.data.corpora import bytes_tokenizer, made, write_lines
+from tests.framework.data.corpora import bytes_tokenizer, made, write_lines
+from tests.framework.verify.cases import References, config_of, model_config, size_for
+from tests.framework.verify.test_expert_parallel import model as mixture
 from tests.gpu import on_gpu
-from tests.tools.verify.cases import References, config_of, model_config, size_for
-from tests.tools.verify.test_expert_parallel import model as mixture
 
 DEVICE = os.environ.get("MESHWRIGHT_GPU_TESTS", "cuda")
 pytestmark = [

@@ -16,9 +16,9 @@ from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.compare import TOLERANCES, compare
 from meshwright.verify.rank import merge
 from meshwright_launch.local import launch
+from tests.framework.verify.cases import References, size_for
 from tests.gpu import on_gpu
 from tests.gpu.test_options import DEVICE, base_of, pytestmark
-from tests.tools.verify.cases import References, size_for
 
 __all__ = ["pytestmark"]
 STEPS = 4

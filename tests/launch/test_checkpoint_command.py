@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright_launch.cli import main
-from tests.checkpoint.conftest import KINDS, Fake
-from tests.checkpoint.test_checkpoint_hostile import forge
+from tests.framework.checkpoint.conftest import KINDS, Fake
+from tests.framework.checkpoint.test_checkpoint_hostile import forge
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright_launch.arguments.common import size
 from meshwright_launch.cli import main, split_overrides
 from meshwright_plan.commands.drawing import parse_costs
-from tests.data.corpora import bytes_tokenizer
+from tests.framework.data.corpora import bytes_tokenizer
 from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config import load
 from meshwright_launch.cli import main
-from tests.tools.interop.configs import samples
+from tests.interop.configs import samples
 
 ROOT = Path(__file__).parents[2]
 

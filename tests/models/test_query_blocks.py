@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright_models import attention
 from meshwright_models.attention import AttentionCore
-from tests.pipeline.kept import MadeBytes
+from tests.framework.pipeline.kept import MadeBytes
 
 LENGTH = 37
 

@@ -19,8 +19,8 @@ from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
 from meshwright_launch.pool import RankPool
 from meshwright_models import t5
+from tests.framework.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 from tests.support.errors import has_code
-from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 
 B, SE, SD, V = 2, 12, 8, 31
 

@@ -31,9 +31,11 @@ FOR_TESTS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.120", "jsonschem
 SHOWN = ("torch", "megatron-core", "transformers", "numpy", "pydantic")
 LAYOUTS = ("dp2,zero3", "pp2,tp2,sequence", "dp2,tp2,zero3", "pp2,zb_h2,dp2", "cp2,tp2,sequence", "dp2,pp2,zero2,full")
 TESTS = (
-    *("tests/system/test_private_torch.py", "tests/data_parallel", "tests/checkpoint", "tests/mesh"),
-    *("tests/tensor_parallel", "tests/watch/test_hang.py", "tests/watch/test_hang_report.py"),
-    "tests/tools/dryrun/test_fake_step.py",
+    "tests/framework/system/test_private_torch.py",
+    *(f"tests/framework/{room}" for room in ("data_parallel", "checkpoint", "mesh", "tensor_parallel")),
+    "tests/framework/watch/test_hang.py",
+    "tests/framework/watch/test_hang_report.py",
+    "tests/plan/dryrun/test_fake_step.py",
 )
 
 
@@ -63,7 +65,7 @@ def install(name: str, place: Path) -> None:
     venv.create(place, with_pip=True, clear=True)
     python = place / "bin" / "python"
     for words in (
-        (python, "-m", "pip", "install", "--quiet", "uv", "setuptools>=77"),
+        (python, "-m", "pip", "install", "--quiet", "uv", "hatchling>=1.27"),
         *(
             (python, "-m", "uv", "pip", "install", "--quiet", "--python", python, *more)
             for more in (("--resolution", RESOLUTIONS[name], "-e", EXTRAS), FOR_TESTS)

@@ -1,8 +1,9 @@
 """Configuration schema: one frozen pydantic model per section, in ``sections`` and ``training``.
 
-``tests/config/test_every_key_is_read.py`` fails for a field without a reader. Units are in the names. ``load`` makes a
-:class:`RunConfig` from a TOML file and overrides; ``resolve`` adds the values that depend on the number of ranks. Error
-messages derive the allowed values from types and bounds; ``description`` adds facts that those do not express.
+tests/framework/config/test_every_key_is_read.py fails for a field without a reader. Units are in the names. ``load``
+makes a :class:`RunConfig` from a TOML file and overrides; ``resolve`` adds the values that depend on the number of
+ranks. Error messages derive the allowed values from types and bounds; ``description`` adds facts that those do not
+express.
 """
 
 from __future__ import annotations

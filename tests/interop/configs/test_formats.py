@@ -1,0 +1,328 @@
+"""Forms of files: JSON of torchtitan, YAML of Megatron-LM and Megatron-Bridge, and programs without an import."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import ConfigError
+from meshwright.optimizer.learning_rate import learning_rate
+from meshwright_interop.configs import ImportedConfig, convert_file, file_text, format_report
+from tests.interop.configs import dumps, samples
+from tests.support.errors import has_code
+
+
+def imported(path: Path, text: str) -> ImportedConfig:
+    path.write_text(text)
+    found = convert_file(path)
+    assert draw_blueprint(resolve(found.config)).stages  # the model can be built and cut
+    assert file_text(found, path.name)
+    return found
+
+
+def test_the_json_of_torchtitan(tmp_path: Path) -> None:
+    found = imported(tmp_path / "config.json", dumps.text(dumps.torchtitan()))
+    config = found.config
+    assert found.framework == "torchtitan" and list(found.open) == ["data.train"]
+    assert "torchtitan reads allenai/c4;" in found.open["data.train"]
+    assert config.model.options == {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 192,
+        "residual_init": "layer_index",
+        "norm_eps": 1e-5,
+        "rope_theta": 500000,
+        "rope_scaling_factor": 8.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_length": 8192,
+        "tied": True,
+        "max_sequence_length": 64,
+    }
+    assert (config.batch.micro_batch_size, config.batch.global_batch, config.data.sequence_length) == (4, 32, 64)
+    assert (config.optimizer.learning_rate, config.optimizer.betas) == (3e-4, (0.9, 0.95))
+    assert config.optimizer.min_learning_rate == pytest.approx(3e-5) and config.optimizer.schedule == "cosine"
+    assert (config.parallel.dp, config.parallel.zero, config.pipeline.recompute) == (4, 3, "full")
+    assert config.data.document_boundaries and config.run.seed == 7 and config.checkpoint.every == 20
+    unknown = [key.item.key for key in found.dropped if "unknown" in key.note]
+    assert not unknown, unknown
+
+
+def test_its_micro_batches_in_a_pipeline(tmp_path: Path) -> None:
+    changed = dumps.torchtitan(
+        parallelism={"pipeline_parallel_degree": 2, "num_pp_microbatches": 4, "data_parallel_shard_degree": 1},
+        training={"num_tokens_per_train_step": -1},
+    )
+    batch = imported(tmp_path / "config.json", dumps.text(changed)).config.batch
+    assert (batch.micro_batch_size, batch.chunks) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        ({"qk_norm": {"normalized_shape": 16, "eps": 1e-5}}, ("qk_norm", True)),
+        ({"head_dim": 32, "rope": {"dim": 32, "theta": 1e4}}, ("head_dim", 32)),
+    ],
+)
+def test_options_of_its_attention(tmp_path: Path, change: dict[str, Any], option: tuple[str, Any]) -> None:
+    document = dumps.torchtitan()
+    document["model_spec"]["model"]["layers"] = [dumps.layer(0, **change), dumps.layer(1, **change)]
+    assert option in imported(tmp_path / "a.json", dumps.text(document)).config.model.options.items()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"layers": [dumps.layer(0), dumps.layer(1) | {"moe": {"num_experts": 8}}]}, "layers of several kinds"),
+        ({"layers": [dumps.layer(0) | {"moe": {"num_experts": 8}}]}, "mixture of experts"),
+        ({"layers": [dumps.layer(0, inner_attention={"window_size": [128, 0]})]}, "a sliding window"),
+        ({"layers": [dumps.layer(0, wo=dumps.linear(64, 64, bias=True))]}, "biases"),
+        ({"layers": [dumps.layer(0, rope={"theta": 1.0, "scaling": "yarn"})]}, "other positions than rotary ones"),
+        ({"layers": [dumps.layer(0, qk_norm={"eps": 1e-6})]}, "norms of q and k with another epsilon"),
+        ({"layers": [dumps.layer(0, head_dim=32)]}, "rotary positions in a part of each head"),
+        ({"norm": {"eps": 1e-6}}, "a last norm with another epsilon"),
+        ({"vision_encoder": {"dim": 64}}, "images or sound"),
+    ],
+)
+def test_modules_that_no_option_describes_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    document = dumps.torchtitan()
+    document["model_spec"]["model"] |= changed
+    path = tmp_path / "a.json"
+    path.write_text(dumps.text(document))
+    with pytest.raises(ConfigError, match=f"model_spec.name.*{said}", check=has_code("MW-INTEROP-030")):
+        convert_file(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("dataloader", {"dataset": {"dataset": {"processor": {"messages_fn": "f"}}}}, "the labels of a conversation"),
+        ("checkpoint", {"initial_load_in_hf": True}, "would start from random weights"),
+    ],
+)
+def test_its_fine_tuning_is_refused(tmp_path: Path, section: str, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(dumps.text(dumps.torchtitan(**{section: change})))
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-089")):
+        convert_file(path)
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    document = dumps.torchtitan()
+    document["optimizer"]["param_groups"] *= 2
+    path = tmp_path / "a.json"
+    path.write_text(dumps.text(document))
+    with pytest.raises(ConfigError, match="one group of parameters is read", check=has_code("MW-INTEROP-093")):
+        convert_file(path)
+
+
+def test_the_run_config_of_megatron_bridge(tmp_path: Path) -> None:
+    found = imported(tmp_path / "run_config.yaml", dumps.BRIDGE)
+    config = found.config
+    assert found.framework == "bridge" and not found.open
+    assert config.model.options == {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 192,
+        "max_sequence_length": 64,
+        "norm_eps": 1e-5,
+        "tied": True,
+        "dropout": 0.0,
+        "init_std": 0.01,
+        "head_dim": 32,
+        "qk_norm": True,
+        "rope_theta": 500000.0,
+        "rope_scaling_factor": 32.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_length": 8192,
+    }
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.zero) == (2, 2, 1)
+    assert (config.train.steps, config.optimizer.decay_until, config.optimizer.warmup_steps) == (40, 30, 4)
+    assert config.optimizer.weight_decay == 0.033 and "which replaces optimizer.weight_decay = 0.1" in " ".join(
+        format_report(found).split()
+    )
+    assert config.train.dtype == "bfloat16" and config.run.seed == 7 and config.checkpoint.every == 20
+    assert config.model_dump()["data"]["train"] == [
+        {"path": "/data/books", "weight": 0.3},
+        {"path": "/data/code", "weight": 0.7},
+    ]
+    unknown = [key.item.key for key in found.dropped if "unknown" in key.note]
+    assert not unknown, unknown
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "llama.llama_provider.Llama31ModelProvider",
+            "qwen_vl.qwen_vl_provider.QwenVLProvider",
+            "images, sound, experts",
+        ),
+        ("num_moe_experts: null", "num_moe_experts: 8", "model.num_moe_experts = 8: .*mixture of experts"),
+        ("functional.silu", "functional.gelu", "the activation gelu"),
+        ("peft: null", "peft:\n  dim: 32", "peft.dim = 32: adapters are named by their targets"),
+        ("start_weight_decay: 0.033", "start_weight_decay: 0.01", "the weight decay is constant here"),
+        ("softmax_type: vanilla", "softmax_type: learnable", "one kind of softmax here"),
+        ("rampup_batch_size: null", "rampup_batch_size: [2, 7, 100]", "no number of increments leads from"),
+        ("pretrained_checkpoint: null", "pretrained_checkpoint: /w", "would start from random weights"),
+    ],
+)
+def test_what_a_run_config_may_not_have(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "run_config.yaml"
+    assert old in dumps.BRIDGE
+    path.write_text(dumps.BRIDGE.replace(old, new))
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-030", "MW-INTEROP-089")):
+        convert_file(path)
+
+
+def test_the_model_config_of_megatrons_functional_tests(tmp_path: Path) -> None:
+    found = imported(tmp_path / "model_config.yaml", dumps.MODEL_CONFIG)
+    config = found.config
+    assert found.framework == "megatron" and list(found.open) == ["data.train"]
+    assert found.open["data.train"] == "--data-path ${DATA_PATH}/text_document is no path in the file"
+    assert config.model.builder == "meshwright_models.gpt2:build" and config.batch.global_batch == 8
+    assert (config.optimizer.decay_until, config.train.steps, config.parallel.sequence) == (40, 50, False)
+    lines = {key.item.key: key.item.place.rpartition(":")[2] for key in found.dropped}
+    assert lines["--tensorboard-dir"] == "7"
+
+
+FOREIGN = {
+    "accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_machines: 1\n",
+    "axolotl": "base_model: somebody/a-model\ndatasets:\n- path: a\nmicro_batch_size: 1\n",
+    "litgpt": "model_name: tiny-llama-1.1b\nprecision: bf16-mixed\ntrain:\n  save_interval: 1\n  max_tokens: 3\n",
+    "GPT-NeoX": '{"pipe-parallel-size": 1, "num-layers": 12}\n',
+    "NeMo": "trainer:\n  devices: 8\n  num_nodes: 1\nexp_manager: {}\nmodel: {}\n",
+    "torchtune": "model:\n  _component_: torchtune.models.llama3.llama3_8b\n",
+    "DeepSpeed": "zero_optimization:\n  stage: 3\ntrain_batch_size: 8\n",
+    "Hugging Face model": "model_type: llama\narchitectures: [LlamaForCausalLM]\n",
+    "Hugging Face trainer": "model_name_or_path: a/b\nlearning_rate: 1e-5\n",
+}
+
+
+@pytest.mark.parametrize("program", FOREIGN)
+def test_files_of_other_programs_are_named_with_the_way(tmp_path: Path, program: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(FOREIGN[program])
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-090")) as caught:
+        convert_file(path)
+    assert caught.value.code == "MW-INTEROP-090" and program in str(caught.value)
+    assert "hf:DIR" in str(caught.value) or program in ("GPT-NeoX", "NeMo", "DeepSpeed")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a": ' * 300 + "1" + "}" * 300, "null"])
+def test_other_json_is_one_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-091", "MW-INTEROP-092")):
+        convert_file(path)
+
+
+def cosine(peak: float, low: float, start: int, end: int) -> Callable[[int], float]:
+    """Rate after ``done`` steps of the decay from ``start`` to ``end``, flat before and after."""
+
+    def rate(done: int) -> float:
+        share = min(1.0, max(0.0, (done - start) / (end - start)))
+        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
+
+    return rate
+
+
+EARLY = {
+    "a.sh": samples.MEGATRON_GPT.replace("--rampup-batch-size 16 16 5000\n", ""),
+    "a.yaml": samples.NANOTRON.replace("lr_decay_steps: 13", "lr_decay_steps: 8"),
+    "a.toml": samples.TORCHTITAN_PIPELINE.replace("warmup_steps = 4", "warmup_steps = 4\ntotal_steps = 30"),
+    "a.json": dumps.text(dumps.torchtitan(lr_scheduler={"total_steps": 30})),
+}
+ENDS = {
+    "a.sh": (6e-5, 6e-6, 4, 400),
+    "a.yaml": (3e-4, 1e-5, 2, 10),
+    "a.toml": (8e-4, 0.0, 4, 30),
+    "a.json": (3e-4, 3e-5, 4, 30),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_decay_that_ends_before_the_run_does(tmp_path: Path, name: str) -> None:
+    config = imported(tmp_path / name, EARLY[name]).config
+    peak, low, warmup, end = ENDS[name]
+    assert (config.optimizer.warmup_steps, config.optimizer.decay_until) == (warmup, end)
+    theirs = cosine(peak, low, warmup, end)
+    for step in range(warmup, config.train.steps):
+        assert learning_rate(config.optimizer, step, config.train.steps) == pytest.approx(theirs(step + 1), rel=1e-9)
+
+
+STARTS = {
+    "a.yaml": samples.NANOTRON.replace("starting_step: null", "starting_step: 6")
+    .replace("lr_decay_steps: 13", "lr_decay_steps: 5")
+    .replace("lr_decay_style: cosine", "lr_decay_style: linear"),
+    "a.toml": samples.TORCHTITAN_PIPELINE.replace(
+        'decay_type = "cosine"', 'decay_type = "linear"\ntotal_steps = 30\ndecay_ratio = 0.5'
+    ),
+    "a.sh": samples.MEGATRON_FLAGS.replace("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3 --lr-decay-iters 8"),
+    "a.json": dumps.text(
+        dumps.torchtitan(lr_scheduler={"total_steps": 30, "decay_ratio": 0.5, "decay_type": "linear"})
+    ),
+}
+LINES = {"a.yaml": (6, 11), "a.toml": (15, 30), "a.sh": (5, 8), "a.json": (15, 30)}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_decay_that_starts_late_and_ends_early(tmp_path: Path, name: str) -> None:
+    config = imported(tmp_path / name, STARTS[name]).config
+    optimizer, (start, end) = config.optimizer, LINES[name]
+    assert (optimizer.schedule, optimizer.decay_until - optimizer.decay_steps, optimizer.decay_until) == (
+        "wsd",
+        start,
+        end,
+    )
+    peak, low = optimizer.learning_rate, optimizer.min_learning_rate
+    for step in range(optimizer.warmup_steps, config.train.steps):
+        share = min(1.0, max(0.0, (step + 1 - start) / (end - start)))
+        assert learning_rate(optimizer, step, config.train.steps) == pytest.approx(peak + (low - peak) * share)
+
+
+LOW = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --seq-length 32 --lr 1e-4 --train-iters 9"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp16", {}),
+        ("--fp16 --loss-scale 128 --hysteresis 4", {"fixed": 128.0}),
+        (
+            "--fp16 --initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 1",
+            {"initial": 65536.0, "minimum": 2.0, "window": 500, "hysteresis": 1},
+        ),
+    ],
+)
+def test_float16_of_megatron_with_its_loss_scale(tmp_path: Path, flags: str, expected: dict[str, float]) -> None:
+    path = tmp_path / "flags.txt"
+    path.write_text(f"{LOW} {flags}")
+    config = convert_file(path).config
+    assert config.train.dtype == "float16" and config.loss_scale == RunConfig().loss_scale.model_copy(update=expected)
+
+
+def test_a_ramp_of_megatron_and_samples_as_steps_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "flags.txt"
+    samples = LOW.replace("--train-iters 9", "--train-samples 64 --lr-warmup-samples 8 --lr-decay-samples 48")
+    path.write_text(f"{samples} --micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 2 2 2_4")
+    found = convert_file(path)
+    config = found.config
+    assert config.batch.ramp == (2, 2, 24)  # steps of 2, 2, 2, 2, 4, 4, 6, 6, 8, 8, ...: 8 after 4, 28 after 8
+    assert (config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_until) == (12, 4, 10)
+    assert any("the learning rate follows steps here" in note for note in found.decided)
