@@ -66,5 +66,9 @@ PART ?= 1/1
 verify-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m all_layouts --part $(PART)
 
+# sizes of rooms in files, lines and syntax nodes, and the spread of capabilities over files: to be looked at
+sizes: $(VENV)/installed
+	$(BIN)/python -m tests.support.sizes
+
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

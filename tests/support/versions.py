@@ -65,7 +65,7 @@ def install(name: str, place: Path) -> None:
     venv.create(place, with_pip=True, clear=True)
     python = place / "bin" / "python"
     for words in (
-        (python, "-m", "pip", "install", "--quiet", "uv", "hatchling>=1.27"),
+        (python, "-m", "pip", "install", "--quiet", "uv"),
         *(
             (python, "-m", "uv", "pip", "install", "--quiet", "--python", python, *more)
             for more in (("--resolution", RESOLUTIONS[name], "-e", EXTRAS), FOR_TESTS)
