@@ -1,6 +1,5 @@
-"""Tables of the CUDA path that need no GPU: host waits, exposed communication, peak memory.
+"""Tables of the CUDA path that need no GPU: exposed communication, peak memory.
 
-    python benchmarks/gpu_tables.py waits                    host waits per step of 12 layouts, on a fake CUDA device
     python benchmarks/gpu_tables.py exposed                  communication that a Llama-3-8B step waits for, simulated
     python benchmarks/gpu_tables.py memory [--tree DIR]      peak of Llama-3-8B and -70B by dry run, of this checkout or
                                                              of another, such as a `git worktree` of an older commit
@@ -16,38 +15,19 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from memory_accuracy import Case
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import load, resolve
-from meshwright.mesh import Grid
 from meshwright_plan.commands.plans import execution_options
-from meshwright_plan.dryrun.cuda.library import compile_library
-from meshwright_plan.dryrun.cuda.process import run_process
 from meshwright_plan.planner.cost import step_time
 from meshwright_plan.planner.hardware import Link, read_hardware
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.rates import PerformanceModel
 
 ROOT = Path(__file__).parents[1]
-WAITS = [
-    Case("llama"),
-    Case("llama", tp=2),
-    Case("llama", dp=4, zero=0),
-    Case("llama", dp=4, zero=2),
-    Case("llama", dp=2, offload=True),
-    Case("llama", dp=2, tp=2, zero=3),
-    Case("llama", dp=2, zero=3, offload=True),
-    Case("llama", pp=2, schedule="gpipe"),
-    Case("llama", pp=2, schedule="interleaved_1f1b"),
-    Case("llama", pp=2, tp=2, schedule="zb_h1"),
-    Case("llama", dp=2, pp=2, schedule="zb_v", zero=2),
-    Case("llama", dp=2, pp=2, tp=2, sequence=True),
-]
 STEPS = {
     "tp 8": ["--parallel.dp=1", "--parallel.tp=8", "--batch.global_batch=16"],
     "pp 4": [
@@ -64,22 +44,6 @@ MEMORY = {
     "8B, tp 2, dp 8": ["llama3-8b", "--nodes=2", "--parallel.dp=8", "--parallel.tp=2"],
     "70B, tp 8, pp 4, dp 8": ["llama3-70b", "--nodes=32", "--parallel.dp=8", "--parallel.pp=4", "--parallel.tp=8"],
 }
-
-
-def waits() -> Table:
-    """Count the host's waits for the device in the second step, of the first and the last rank."""
-    table = Table("layout", "before the optimizer's launch", "after it")
-    configs = [case.config().replace(train={"device": "cuda", "dtype": "bfloat16"}) for case in WAITS]
-    jobs = [(config, rank) for config in configs for rank in (0, Grid(*config.parallel.degrees).size - 1)]
-    with tempfile.TemporaryDirectory() as directory:
-        steps = run_process(compile_library(Path(directory)), jobs)
-    for case, first, last in zip(WAITS, steps[::2], steps[1::2], strict=True):
-        counts = [
-            max(sum(place.values()) for place in places)
-            for places in ((first.waits, last.waits), (first.waits_after, last.waits_after))
-        ]
-        table.add_row(str(case), *map(str, counts))
-    return table
 
 
 def exposed() -> Table:
@@ -123,10 +87,10 @@ def memory(tree: Path) -> Table:
 def main() -> int:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("waits", "exposed", "memory"))
+    parser.add_argument("table", choices=("exposed", "memory"))
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose dry run is asked (memory)")
     arguments = parser.parse_args()
-    tables = {"waits": waits, "exposed": exposed, "memory": lambda: memory(arguments.tree.resolve())}
+    tables = {"exposed": exposed, "memory": lambda: memory(arguments.tree.resolve())}
     Console(width=140).print(tables[arguments.table]())
     return 0
 

@@ -73,8 +73,6 @@ FSDP_DOOR = "meshwright.data_parallel.fsdp"
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
 DCP_DOOR = "meshwright_interop.dcp"
 """It writes torch's distributed checkpoint format, in one process, without a group."""
-STREAMS_DOOR = "meshwright_plan.dryrun.cuda.streams"
-"""It puts events into the handles of torch's fake process groups, in a process that is no rank."""
 
 HUGGINGFACE = "meshwright_interop.huggingface"
 HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
@@ -176,7 +174,6 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     for name in sorted(set(imports(parsed(source), module, is_package))) if module != FACE else ():
         at_door = module == FSDP_DOOR and below(name, *FSDP)
         at_door |= module == DCP_DOOR and below(name, "torch.distributed.checkpoint")
-        at_door |= module == STREAMS_DOOR and name == "torch.distributed"
         if (
             below(name, "torch.distributed")
             and not at_door

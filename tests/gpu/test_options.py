@@ -185,7 +185,7 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no stream to wait for")
-def test_the_host_waits_as_often_as_the_dry_run_says(tmp_path: Path, on_device: Callable[..., Any]) -> None:
-    """torch's own count of synchronising calls in a step, beside that of `dryrun --device cuda`."""
+def test_the_host_waits_as_often_as_on_fake_tensors(tmp_path: Path, on_device: Callable[..., Any]) -> None:
+    """torch's own count of synchronising calls in a step, beside that of tests/plan/dryrun/test_cuda_path.py."""
     found = on_device(on_gpu.host_waits, small(tmp_path))
     assert found <= 1, f"{found} synchronising calls of torch in a step"

@@ -140,7 +140,7 @@ def fake_mesh(
 
     Args:
         on_begin: called with each activity that the rank begins.
-        device: device of the rank's tensors. "cuda" without a GPU: see :mod:`meshwright_plan.dryrun.cuda`.
+        device: device of the rank's tensors.
 
     Raises:
         MeshError: this process is a rank of a real job, whose process groups would be lost.

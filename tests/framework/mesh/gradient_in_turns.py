@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright_plan.dryrun.cuda.library import load_library
+from tests.support.cuda.library import load_library
 
 if __name__ == "__main__":
     load_library(Path(sys.argv[1]))  # before torch

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +9,8 @@ import pytest
 import torch
 
 from meshwright.mesh.turns import Turns
-from meshwright_plan.dryrun.cuda.library import compile_library, find_compiler
+from tests.support.cuda.library import compile_library, find_compiler
+from tests.support.cuda.process import run_child
 
 
 def keep() -> Callable[[], None]:
@@ -134,12 +132,6 @@ def test_backward_pauses_inside_autograd() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own")
 def test_a_forward_may_take_a_gradient_on_cuda(tmp_path: Path) -> None:
     """Autograd has one thread for the device, which a paused backward would keep."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.framework.mesh.gradient_in_turns", str(compile_library(tmp_path))],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[3])])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_child("tests.framework.mesh.gradient_in_turns", compile_library(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["backward pauses", "forward has its gradient", "backward goes on"]

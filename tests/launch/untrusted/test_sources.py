@@ -79,7 +79,6 @@ READERS = {
     "tools/meshwright_interop/huggingface/restructure/adapters.py": "of peft's file rank, scale, dropout, directory",
     "tools/meshwright_interop/configs/convert.py": "written as a file, and not built",
     "tools/meshwright_plan/report/run.py": "shown, and not built",
-    "tools/meshwright_plan/dryrun/cuda/__main__.py": "the configuration of a command line, from its parent",
     "framework/meshwright/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
     "launch/meshwright_launch/commands.py": "plot: the paths of the corpus",
     "launch/meshwright_launch/python.py": "make_config: the sections that the caller's own code gives",

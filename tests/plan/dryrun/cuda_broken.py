@@ -1,4 +1,4 @@
-"""The process of `dryrun --device cuda` in a framework that leaves out one wait: ``python -m ... LIBRARY``.
+"""The process of ``tests.support.cuda`` in a framework that leaves out one wait: ``python -m ... LIBRARY``.
 
 It reads lines of a fault, a rank and a configuration, and writes one JSON object for each.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.system.process import leave
-from meshwright_plan.dryrun.cuda.library import load_library
+from tests.support.cuda.library import load_library
 
 
 def leave_out(group: str, operation: str) -> Callable[[Any], None]:
@@ -192,15 +192,15 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 def main(library: str) -> None:
     """Run the ranks."""
     load_library(Path(library))
-    from meshwright_plan.dryrun.cuda.streams import Streams
-    from meshwright_plan.dryrun.cuda.stubs import HostWaits, install
+    from tests.support.cuda.streams import Streams
+    from tests.support.cuda.stubs import HostWaits, install
 
     waits, streams = HostWaits(), Streams()
     install(waits, streams)
     import pytest
 
     from meshwright.config import parse
-    from meshwright_plan.dryrun.cuda.rank import check_rank
+    from tests.support.cuda.rank import check_rank
 
     for line in sys.stdin:
         fault, rank, config = line.split("\t")

@@ -6,10 +6,8 @@ What is checked: where the host waits, devices of collectives, and the order of 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,13 @@ import pytest
 import torch
 
 from meshwright.config import RunConfig, resolve
-from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
-from meshwright_plan.dryrun.cuda.call_site import HIDDEN
-from meshwright_plan.dryrun.cuda.library import compile_library, find_compiler
-from meshwright_plan.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
 from tests.interop.huggingface.architectures import directory
 from tests.plan.dryrun.cuda_documents import LENGTH
 from tests.plan.dryrun.jobs import configured
-from tests.support.errors import has_code
+from tests.support.cuda.call_site import HIDDEN
+from tests.support.cuda.library import compile_library, find_compiler
+from tests.support.cuda.process import CudaStep, run_child, run_process
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
@@ -174,7 +170,7 @@ def test_documents_and_windows_make_no_mask_of_all_pairs(library: Path) -> None:
 
 def test_masks_of_documents_are_large(library: Path) -> None:
     """So that the test above can fail."""
-    with pytest.raises(UserError, match=r"attention makes a tensor of [\d,]+ elements"):
+    with pytest.raises(RuntimeError, match=r"attention makes a tensor of [\d,]+ elements"):
         run_process(library, [documents(True, None)])
 
 
@@ -198,7 +194,7 @@ def test_kernels_are_taken(library: Path) -> None:
 
 def test_kernels_that_are_not_taken(library: Path) -> None:
     """So that the test above can fail."""
-    with pytest.raises(UserError, match=r"meshwright::dropout ran 3 times, not 4"):
+    with pytest.raises(RuntimeError, match=r"meshwright::dropout ran 3 times, not 4"):
         run_process(library, [kernels(4)])
 
 
@@ -222,16 +218,15 @@ def test_faults_of_a_layer_are_named(library: Path) -> None:
         found = {where: count for where, count in step.waits.items() if "cuda_faults" in where}
         assert sorted(found.values()) == ([2] if fault in ("item", "branch", "copy") else []), (fault, found)
         assert len(step.off_device) == (2 if fault == "host collective" else 0)
-    text = describe_cuda_steps([steps["host collective"]])
-    assert re.search(
-        r"all_reduce of 4 bytes at cuda_faults.py:\d+ has a tensor in host memory, which NCCL refuses", text
-    )
+    for problem in steps["host collective"].off_device:
+        assert re.fullmatch(r"all_reduce of 4 bytes at cuda_faults.py:\d+", problem)
 
 
 def test_a_layer_that_fails_on_cuda_alone(library: Path) -> None:
-    with pytest.raises(UserError, match=r"the step of rank 0 fails on fake CUDA tensors: .*MW-DRYRUN-003") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"(?s)the step of rank 0 fails on fake CUDA tensors: .*cuda_faults.py.* devices"
+    ):
         run_process(library, [faulty("wrong device")])
-    assert caught.value.exit_code == 2
 
 
 SEEDED: dict[str, dict[str, Any]] = {
@@ -297,15 +292,8 @@ def test_files_that_are_no_place_exist() -> None:
 )
 def test_a_wait_that_is_left_out_is_a_race(names: list[str], library: Path) -> None:
     """Each one alone, in a process of its own; with all waits there is no race."""
-    lines = [f"{name}\t0\t{on_cuda(configured(**SEEDED[name])).model_dump_json()}\n" for name in names]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.plan.dryrun.cuda_broken", str(library)],
-        input="".join(lines),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[3])])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    lines = [f"{name}\t0\t{on_cuda(configured(**SEEDED[name])).model_dump_json()}" for name in names]
+    done = run_child("tests.plan.dryrun.cuda_broken", library, lines=lines)
     assert done.returncode == 0, done.stderr
     for name, line in zip(names, done.stdout.splitlines(), strict=True):
         races = CudaStep(**json.loads(line)).races
@@ -322,22 +310,5 @@ def test_a_model_may_print(library: Path) -> None:
 def test_a_rank_without_a_result_is_an_error(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = subprocess.CompletedProcess([], 0, "", "ended early")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: nothing)
-    with pytest.raises(
-        UserError, match="the step of rank 3 fails on fake CUDA tensors: ended early", check=has_code("MW-DRYRUN-003")
-    ):
+    with pytest.raises(RuntimeError, match="the step of rank 3 fails on fake CUDA tensors: ended early"):
         run_process(library, [(on_cuda(configured()), 3)])
-
-
-def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"install a C\+\+ compiler.*MW-DRYRUN-001"):
-        compile_library(tmp_path)
-
-
-def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: fatal error: no such file' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(UserError, match=r"cannot compile .*no such file.*MW-DRYRUN-002"):
-        compile_library(tmp_path)

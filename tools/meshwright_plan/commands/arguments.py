@@ -163,13 +163,6 @@ def dryrun(added: Added) -> None:
     )
     output(parser, "FILE", "a picture: .svg, .png or .pdf", "job.svg")
     parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: also take a step of each kind of rank on fake CUDA tensors, without a GPU, and print where the "
-        "host waits for the device; needs a CPU build of torch and a C++ compiler",
-    )
-    parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
         help="hardware for predicted seconds and MFU (default: h100 for a run on GPUs)",

@@ -27,7 +27,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Dry-run a job; return 1 if ranks disagree, ``--device cuda`` finds a problem or memory runs out, else 0.
+    """Dry-run a job; return 1 if ranks disagree or memory runs out, else 0.
 
     Raises:
         UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
@@ -70,25 +70,13 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     problems = disagreements(job)
     time = None if hardware is None else _estimate(job, hardware, options.skew)
     put(describe(job, nodes, problems, time))
-    is_refused = options.device == "cuda" and bool(_check_cuda(job))
     if out is not None:
         picture = figure(job, time)
         with writing(out) as file:
             picture.savefig(file, dpi=130)
         put(out)
     sys.stdout.flush()
-    return 1 if problems or is_refused or runs_out_of_memory(job, time) else 0
-
-
-def _check_cuda(job: Job) -> list[str]:
-    """Take a step of each kind of rank on fake CUDA tensors; print the findings, return races and what NCCL refuses."""
-    from meshwright_plan.dryrun.cuda.process import describe_cuda_steps, take_cuda_steps
-
-    tell("--device cuda: compiling the fake CUDA device, then taking a step of each kind of rank")
-    per_stage = job.grid.num_replicas * job.grid.tp
-    steps = take_cuda_steps(job.short_config, [kind * per_stage for kind in dict.fromkeys(job.representatives)])
-    put(describe_cuda_steps(steps))
-    return [problem for step in steps for problem in step.problems]
+    return 1 if problems or runs_out_of_memory(job, time) else 0
 
 
 def _hardware(config: RunConfig, cluster: str | None) -> Hardware | None:

@@ -52,12 +52,6 @@ class Job:
         """Return the profile that holds for a rank."""
         return self.own_profiles.get(rank) or self.profiles[self.grid.coordinates(rank).pp_rank]
 
-    @property
-    def short_config(self) -> RunConfig:
-        """Configuration with at most CHUNKS micro-batches, in which every kind of action occurs, if there is one."""
-        short = _with_few_chunks(self.config) if batch_numbers(self.config).chunks > CHUNKS else None
-        return self.config if short is None else short[0]
-
 
 def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: None) -> Job:
     """Run the dry run of every kind of rank of a resolved configuration.

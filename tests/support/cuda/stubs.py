@@ -13,15 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor  # private: in torch 2.11 to 2.15
 
-from meshwright_plan.dryrun.cuda.call_site import call_site
-from meshwright_plan.dryrun.cuda.streams import DEFAULT, Streams
-
-PRIVATE_TORCH = {
-    "torch._subclasses.fake_tensor.FakeTensor": "2.11-2.15",
-}
-"""Private names of torch, and the oldest and the newest version in which they were found."""
+from tests.support.cuda.call_site import call_site
+from tests.support.cuda.streams import DEFAULT, Streams
 
 
 class HostWaits:

@@ -21,18 +21,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.cuda._sanitizer import StreamSynchronizations
+from torch.cuda._sanitizer import StreamSynchronizations  # private, as FakeWork below: in torch 2.11 to 2.15
 from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh.fake import InterceptedOperation
 from meshwright.model.meter import Operation
-from meshwright_plan.dryrun.cuda.call_site import call_site
-
-PRIVATE_TORCH = {
-    "torch._C._distributed_c10d.FakeWork": "2.11-2.15",
-    "torch.cuda._sanitizer.StreamSynchronizations": "2.11-2.15",
-}
-"""Private names of torch, and the oldest and the newest version in which they were found."""
+from tests.support.cuda.call_site import call_site
 
 DEFAULT, HOST = 0, 1
 FACTORIES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "record_stream")

@@ -1,4 +1,6 @@
-"""Process that takes steps on the stub CUDA device: ``python -m meshwright_plan.dryrun.cuda LIBRARY RESULTS``.
+"""Check of the CUDA path without a GPU: ``python -m tests.support.cuda LIBRARY RESULTS``.
+
+Ranks take steps on fake tensors of a stub CUDA device, which executes nothing.
 
 Each line of stdin is a rank, a space and a resolved configuration in JSON. For each it adds one ``CudaStep`` as JSON to
 the file RESULTS, since the model may print.
@@ -11,19 +13,19 @@ import sys
 from pathlib import Path
 
 from meshwright.system.process import leave
-from meshwright_plan.dryrun.cuda.library import load_library
+from tests.support.cuda.library import load_library
 
 
 def main(library: str, results: str) -> None:
     """Run the ranks."""
     load_library(Path(library))
-    from meshwright_plan.dryrun.cuda.streams import Streams
-    from meshwright_plan.dryrun.cuda.stubs import HostWaits, install
+    from tests.support.cuda.streams import Streams
+    from tests.support.cuda.stubs import HostWaits, install
 
     waits, streams = HostWaits(), Streams()
     install(waits, streams)  # before other modules take functions out of torch.cuda
     from meshwright.config import parse
-    from meshwright_plan.dryrun.cuda.rank import check_rank
+    from tests.support.cuda.rank import check_rank
 
     for line in sys.stdin:
         rank, _, config = line.partition(" ")

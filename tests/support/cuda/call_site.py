@@ -8,11 +8,13 @@ from types import FrameType
 
 import torch
 
+import meshwright_plan.dryrun
 from meshwright.system.packages import TRAINER
 
 HIDDEN = (
     str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parent),
+    *meshwright_plan.dryrun.__path__,
     str(TRAINER / "model" / "meter"),
     "<",
 )

@@ -7,11 +7,11 @@ from collections import Counter
 from meshwright.config import RunConfig
 from meshwright.parts import Parts
 from meshwright.step import take_step
-from meshwright_plan.dryrun.cuda.process import CudaStep
-from meshwright_plan.dryrun.cuda.recorder import CudaRecorder
-from meshwright_plan.dryrun.cuda.streams import Streams
-from meshwright_plan.dryrun.cuda.stubs import HostWaits
 from meshwright_plan.dryrun.fake_step import record_step
+from tests.support.cuda.process import CudaStep
+from tests.support.cuda.recorder import CudaRecorder
+from tests.support.cuda.streams import Streams
+from tests.support.cuda.stubs import HostWaits
 
 
 def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams) -> CudaStep:
@@ -43,7 +43,6 @@ def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams)
     in_step = [(at, where) for at, where in waits.noted if at >= first]
     calls = [call for call in recorder.communication if call.at > first]
     return CudaStep(
-        rank,
         recorder.now - first,
         len(calls),
         recorder.num_from_autograd,

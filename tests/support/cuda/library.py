@@ -13,8 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meshwright.errors import UserError
-
 SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
 COMPILERS = ("g++", "c++", "clang++")
 
@@ -27,23 +25,15 @@ def find_compiler() -> str | None:
 def compile_library(directory: Path) -> Path:
     """Compile the library into a directory and return its path; takes some seconds.
 
-    Raises:
-        UserError: no compiler, or it fails.
+    Tests that call it are skipped where :func:`find_compiler` returns None.
     """
     compiler = find_compiler()
-    if compiler is None:
-        raise UserError(
-            "MW-DRYRUN-001",
-            f"--device cuda compiles {SOURCE.name} against torch, and none of {', '.join(COMPILERS)} is on PATH: "
-            "install a C++ compiler (Debian: g++)",
-        )
+    assert compiler is not None, f"none of {', '.join(COMPILERS)} is on PATH"
     torch, library = _torch_directory(), directory / "pretend_cuda.so"
     words = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
     words += [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
-    done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-        raise UserError("MW-DRYRUN-002", f"--device cuda: {compiler} cannot compile {SOURCE.name}: {first}")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{compiler} cannot compile {SOURCE.name}:\n{done.stderr}"
     return library
 
 

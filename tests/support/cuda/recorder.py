@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from meshwright.model.meter import Operation
-from meshwright_plan.dryrun.cuda.call_site import call_site
-from meshwright_plan.dryrun.cuda.streams import Streams
-from meshwright_plan.dryrun.cuda.stubs import HostWaits
 from meshwright_plan.dryrun.recorder import StepRecorder
+from tests.support.cuda.call_site import call_site
+from tests.support.cuda.streams import Streams
+from tests.support.cuda.stubs import HostWaits
 
 aten = torch.ops.aten
 _VALUES = {torch.bool: True, torch.int64: 1, torch.int32: 1}
