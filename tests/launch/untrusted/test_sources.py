@@ -80,7 +80,7 @@ READERS = {
     "tools/meshwright_interop/configs/convert.py": "written as a file, and not built",
     "tools/meshwright_plan/report/run.py": "shown, and not built",
     "framework/meshwright/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
-    "launch/meshwright_launch/commands.py": "plot: the paths of the corpus",
+    "tools/meshwright_plan/commands/pages.py": "plot: the paths of the corpus",
     "launch/meshwright_launch/python.py": "make_config: the sections that the caller's own code gives",
 }
 """They make a configuration of what a run, a checkpoint or another framework's file says."""
