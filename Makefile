@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench long torture verify-all slurm-test versions sizes clean
+.PHONY: demo test trainer-test lint check bench long torture verify-all slurm-test versions sizes clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ test: $(VENV)/installed
 # the tests that take longest, one by one in tests/long_tests.txt: CI runs them after `make test`
 long: $(VENV)/installed
 	$(BIN)/python -m pytest $(SPLIT) -m long
+
+# the trainer's tests, without slow ones, where neither package of tools/ can be imported
+trainer-test: $(VENV)/installed
+	$(BIN)/python -m tests.support.without_tools
 
 # style and types
 lint: $(VENV)/installed
@@ -71,4 +75,4 @@ sizes: $(VENV)/installed
 	$(BIN)/python -m tests.support.sizes
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .trainer runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -85,8 +85,10 @@ def test_pyright_resolves_every_import_of_ours() -> None:
 def test_types_of_the_core_reach_an_own_run(tmp_path: Path) -> None:
     """From examples/extend/own_run.py by way of the public names down to the step."""
     text = (ROOT / "examples" / "extend" / "own_run.py").read_text(encoding="utf-8")
-    revealed = "reveal_type(meshwright.run_training)\nreveal_type(take_step)\n"
-    (tmp_path / "own_run.py").write_text(f"{text}\n\nfrom meshwright.step import take_step\n\n{revealed}")
+    text += (
+        "\n\nfrom meshwright.step import take_step\n\nreveal_type(meshwright.run_training)\nreveal_type(take_step)\n"
+    )
+    (tmp_path / "own_run.py").write_text(text)
     found = diagnostics(tmp_path / "own_run.py")
     shown = [str(each["message"]) for each in found if each["severity"] == "information"]
     assert len(shown) == 2 and "RunConfig" in shown[0] and "Parts" in shown[1] and "StepStats" in shown[1], shown

@@ -24,8 +24,6 @@ from meshwright.errors import CallbackError, ConfigError, DataError, LockError
 from meshwright.tracking.jsonl import read_records
 from meshwright_launch.failure import RankFailed
 from meshwright_launch.python import OpenRun
-from meshwright_plan.report.page import page
-from meshwright_plan.report.run import read_run
 from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
@@ -135,6 +133,10 @@ def test_metrics_of_callbacks_are_recorded_and_survive_a_resume(tmp_path: Path) 
     meshwright.run_training(made(tmp_path), [Measure("ema/decay", 0.3)])
     records = list(read_records(tmp_path / "own/metrics.jsonl"))
     assert [record.extra for record in records] == [{"ema/decay": 0.1, "count": 3.0}] * 2 + [{"ema/decay": 0.3}] * 4
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.report.page import page
+    from meshwright_plan.report.run import read_run
+
     assert "ema/decay" in page([read_run(tmp_path / "own")])
 
 

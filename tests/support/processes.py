@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
 from meshwright.data.sources import example
+from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright_launch.pool import RankPool
-from meshwright_plan.dryrun.fake_step import grid_of
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]
@@ -71,7 +71,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
     """Run three steps of one rank, and measure the third."""
     config = parse(config_json)
     with Live() as live:
-        parts = build(config, open_mesh(grid_of(config), "cpu"), (Feed(config), None))
+        parts = build(config, open_mesh(Grid(*config.parallel.degrees), "cpu"), (Feed(config), None))
         for _ in range(2):
             take_step(parts)
             for replica in parts.replicas.values():
@@ -131,7 +131,7 @@ RUNS = {
 
 def measured(pool: RankPool, config: RunConfig) -> list[Held]:
     """Return the measurements of each rank; cached, so that each configuration runs once per pool."""
-    return _measured(pool, config.model_dump_json(), grid_of(config).size)
+    return _measured(pool, config.model_dump_json(), Grid(*config.parallel.degrees).size)
 
 
 @functools.cache

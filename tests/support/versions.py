@@ -3,6 +3,7 @@
 make versions                                   both, with the Python of the checkout
 make versions PYTHON=python3.13                 another Python, for what the registry has for it
 python3 tests/support/versions.py newest --write     one of them, and its row in docs/install.md
+python3 tests/support/versions.py 2.12          a release of torch between them
 
 The first run installs torch as the registry has it, with CUDA: some GB per environment.
 """
@@ -58,6 +59,20 @@ def run(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
 
 
+def choice_of(name: str) -> tuple[str, ...]:
+    """Return uv's words for an environment: a resolution, or a release of torch such as 2.12."""
+    return ("--resolution", RESOLUTIONS[name]) if name in RESOLUTIONS else (f"torch=={name}.*",)
+
+
+def environment(text: str) -> str:
+    """Parse the name of an environment."""
+    if text not in RESOLUTIONS and not re.fullmatch(r"2\.\d+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(RESOLUTIONS)}, or a release of torch such as 2.12"
+        )
+    return text
+
+
 def install(name: str, place: Path) -> None:
     """Make an environment, once; uv resolves the bounds of pyproject.toml."""
     if (place / "installed").exists():
@@ -68,7 +83,7 @@ def install(name: str, place: Path) -> None:
         (python, "-m", "pip", "install", "--quiet", "uv"),
         *(
             (python, "-m", "uv", "pip", "install", "--quiet", "--python", python, *more)
-            for more in (("--resolution", RESOLUTIONS[name], "-e", EXTRAS), FOR_TESTS)
+            for more in ((*choice_of(name), "-e", EXTRAS), FOR_TESTS)
         ),
     ):
         done = run(*words)
@@ -123,7 +138,9 @@ def write(row: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the jobs; exit code 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *RESOLUTIONS], help="oldest, newest (default: both)")
+    parser.add_argument(
+        "names", nargs="*", type=environment, help="oldest, newest (default: both), or a release of torch"
+    )
     parser.add_argument("--write", action="store_true", help="write the rows into docs/install.md")
     options = parser.parse_args(arguments)
     is_right = True

@@ -24,8 +24,6 @@ from meshwright.verify import compare, layout_config, parse_layout
 from meshwright.verify.compare import TOLERANCES
 from meshwright.verify.rank import RankFindings, merge, run_layout
 from meshwright_launch.pool import RankPool
-from meshwright_plan.planner.kernels import ExecutionOptions
-from meshwright_plan.planner.model_cache import ModelCache
 from tests.framework.verify.cases import LATER, References, model_config, prove, size_for
 from tests.support.errors import has_code
 
@@ -208,6 +206,10 @@ def test_rank_and_targets_belong_together(given: dict[str, Any]) -> None:
 
 
 def test_the_plan_of_a_rank_counts_adapters_as_trained_and_no_weight_gradients_of_the_base() -> None:
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.planner.kernels import ExecutionOptions
+    from meshwright_plan.planner.model_cache import ModelCache
+
     config = layout_config(adapted("llama", "tp2")[0], parse_layout("tp2"), 4, "float64")
     cache, blueprint = ModelCache(config, ExecutionOptions(fuses_any_attention=False)), draw_blueprint(config)
     local = {name: torch.Size(info.local_shape).numel() for name, info in blueprint.infos.items()}

@@ -99,7 +99,7 @@ def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, lin
         (
             "model.builder",
             "meshwright_models.llama:build",
-            r'model\.builder was "meshwright\.models\.gpt2:build" and is "meshwright\.models\.llama:build"',
+            r'model\.builder was "meshwright_models\.gpt2:build" and is "meshwright_models\.llama:build"',
         ),
         ("model.options.hidden", 128, r"model\.options\.hidden was 64 and is 128: it is another model"),
         ("model.options.layers", 3, r"model\.options\.layers was not set and is 3"),

@@ -18,8 +18,6 @@ from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model.build import PlainModel, build_model
-from meshwright_interop.huggingface.convert import decoder_rules, gpt2
-from meshwright_interop.huggingface.restructure.float64 import keep_float64
 from meshwright_launch.pool import RankPool
 from meshwright_models.attention import positions_of
 from tests.models.test_decoder import ExactRotary
@@ -105,6 +103,9 @@ def compiled(rank: int, cp: int, pair: Pair) -> tuple[float, float]:
 
 def packed(pair: Pair) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits and gradients of transformers' model, under its names, with our initial weights."""
+    pytest.importorskip("meshwright_interop")
+    from meshwright_interop.huggingface.restructure.float64 import keep_float64
+
     transformers = pytest.importorskip("transformers")
     theirs = getattr(transformers, f"{pair.architecture}Config")(**pair.settings)
     theirs = getattr(transformers, "GPT2LMHeadModel" if pair.builder == "gpt2" else f"{pair.architecture}ForCausalLM")(
@@ -127,6 +128,9 @@ def packed(pair: Pair) -> tuple[Tensor, dict[str, Tensor]]:
 
 def their_names(pair: Pair, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     """Values of our parameters, or their gradients, as transformers has them."""
+    pytest.importorskip("meshwright_interop")
+    from meshwright_interop.huggingface.convert import decoder_rules, gpt2
+
     rules = gpt2.rules if pair.builder == "gpt2" else decoder_rules.rules
     defaults = {
         "tied": True,

@@ -18,7 +18,6 @@ from meshwright.errors import UserError
 from meshwright.mesh.comm import Group
 from meshwright.run.summary import summarise
 from meshwright.seeding import Draw
-from meshwright_plan.dryrun.fake_step import profile_rank
 
 LENGTH = 32
 
@@ -331,6 +330,9 @@ def test_the_summary_draws_the_tokens_of_each_rank() -> None:
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_a_dry_run_has_no_documents(order: str, exchange: str) -> None:
     """Each sample is one document: as many bytes and messages for all orders."""
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.dryrun.fake_step import profile_rank
+
     config = config_of("meshwright_models.llama:build", LLAMA, document_boundaries=True)
     config = config.replace(parallel={"cp_order": order, "cp_exchange": exchange})
     assert (

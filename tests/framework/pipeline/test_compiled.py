@@ -13,7 +13,6 @@ from torch import nn
 from meshwright.config import RunConfig
 from meshwright.pipeline import compiled
 from meshwright.pipeline.compiled import compile_layers
-from meshwright_plan.dryrun.fake_step import profile_rank
 from tests.plan.dryrun.jobs import configured
 
 
@@ -50,5 +49,8 @@ def test_a_dry_run_compiles_nothing() -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.dryrun.fake_step import profile_rank
+
     profiles = [profile_rank(configured().replace(train={"compile": each}), 0) for each in (True, False)]
     assert not counters["stats"] and profiles[0].peak_bytes == profiles[1].peak_bytes

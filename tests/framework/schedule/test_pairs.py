@@ -18,7 +18,6 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule, parse_schedule
 from meshwright.schedule.lower import lower
 from meshwright.schedule.text import is_pair
-from meshwright_plan.planner.fast_simulation import simulate_fast
 from tests.support.errors import has_code
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -53,6 +52,9 @@ def test_pairs_and_memory(pp: int, chunks: int) -> None:
 
 def test_what_hides_in_a_pair() -> None:
     """Two layers of experts in each half of a rank; messages take as long as half of what is computed between them."""
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.planner.fast_simulation import simulate_fast
+
     costs = Costs(f=3.5, b=6.5, i=4.0, w=2.5, exchanges=4, exchange_f=1.5, exchange_b=1.5)
     of_pair = seconds_in_turns(costs.parts(Kind.F), costs.parts(Kind.B))
     assert of_pair == pytest.approx(2.0 + 5.0)  # all hidden: the rest of each lasts longer than a message of the other

@@ -19,7 +19,6 @@ from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright_plan.planner.fast_simulation import simulate_fast
 from tests.framework.schedule.sizes import built
 from tests.support.errors import has_code
 
@@ -36,6 +35,9 @@ MISSES = {"1F1B": 0.0, "ZB-H1": 0.0, "ZB-H2": 0.0, "1F1B-I": 0.0050, "ZB-V": 0.0
 @settings(max_examples=150, deadline=None)
 @given(schedule=built(), data=st.data())
 def test_the_pace_is_that_of_the_lowered_schedule(schedule: Schedule, data: st.DataObject) -> None:
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.planner.fast_simulation import simulate_fast
+
     seconds = st.floats(0, 3, allow_nan=False)
     costs = [Costs(*(data.draw(seconds) for _ in range(5))) for _ in range(schedule.num_stages)]
     lowered = simulate(lower(schedule), costs)
@@ -43,6 +45,9 @@ def test_the_pace_is_that_of_the_lowered_schedule(schedule: Schedule, data: st.D
 
 
 def test_a_pace_that_nobody_can_keep_is_refused() -> None:
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.planner.fast_simulation import simulate_fast
+
     hanging = parse_schedule("# mine pp=2 num_stages=2 chunks=1 placement=loop\n0B0 0F0\n1F0 1B0")
     with pytest.raises(ScheduleError, match="mine hangs", check=has_code("MW-SCHEDULE-008")):
         simulate_fast(hanging, [Costs()] * 2)

@@ -18,8 +18,6 @@ from meshwright.tracking import gpu
 from meshwright.tracking.gpu import GpuMetrics, NvmlDevice, fold, open_device
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.observer import gpu_metrics
-from meshwright_plan.report.page import page
-from meshwright_plan.report.run import read_run
 from tests.launch.test_python import made
 from tests.support.fake_nvml import UUID, FakeNvml, NVMLError
 
@@ -149,6 +147,10 @@ def test_metrics_of_two_ranks_reach_the_record_the_sinks_and_the_report(tmp_path
     events = EventAccumulator(str(tmp_path / "own/tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) >= NAMES
+    pytest.importorskip("meshwright_plan")
+    from meshwright_plan.report.page import page
+    from meshwright_plan.report.run import read_run
+
     drawn = page([read_run(tmp_path / "own")])
     assert drawn.count("gpu/max_temperature_c") and "gpu/throttled_share" in drawn
 

@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path
     run = trained(pool, config)
     with pytest.raises(
         ModelError,
-        match=r"was trained with model\.builder = meshwright\.models\.gpt2:build: only",
+        match=r"was trained with model\.builder = meshwright_models\.gpt2:build: only",
         check=has_code("MW-INTEROP-062"),
     ):
         export(run, tmp_path / "out")

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.errors import ConfigError
 from meshwright_launch.cli import main
+from meshwright_plan.commands.drawing import parse_costs
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,6 +34,11 @@ def small(tmp_path: Path) -> str:
     file = tmp_path / "small.toml"
     file.write_text(SMALL)
     return str(file)
+
+
+def test_costs_beyond_all_bounds() -> None:
+    with pytest.raises(ConfigError, match=r"--costs .* is not a cost", check=has_code("MW-LAUNCH-017")):
+        parse_costs("f=1e308,comm=1e308")
 
 
 def test_the_schedule_is_printed_without_torch(small: str) -> None:
