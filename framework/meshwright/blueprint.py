@@ -10,7 +10,7 @@ it again, and the ranks compare digests. Nothing here needs a GPU, a network, or
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ from meshwright.tensor_parallel.check import check_sequence_lengths, check_suppo
 from meshwright.tensor_parallel.cross_entropy import check_output_shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Blueprint:
     """Decisions that all ranks share, with the tensor slices (tp, ep) and tokens (cp) of one rank."""
 
@@ -75,7 +75,7 @@ class Blueprint:
     """Names of the layers with activation offload: tensors saved for backward move to host memory."""
     metrics: tuple[str, ...] = ()
     """Names of the metrics that layers and the loss record."""
-    cut: TokenCut = field(kw_only=True)
+    cut: TokenCut
     """Selection of this rank's tokens of each sample, under context parallelism."""
 
     @property
@@ -159,19 +159,19 @@ def draw_blueprint(
         of_rank = cut.shape_of(full.shape)
         check_output_shape(model.layers, part.shape, of_rank, grid.tp, has_own_loss=model.loss is not None)
     return Blueprint(
-        config,
-        grid,
-        model,
-        infos,
-        shapes.cast(dtype),
-        stages,
-        schedules,
-        boundaries,
-        costs,
-        tuple(whole.running),
-        recomputed,
-        offloaded,
-        whole.metrics,
+        config=config,
+        grid=grid,
+        model=model,
+        infos=infos,
+        example=shapes.cast(dtype),
+        stages=stages,
+        schedules=schedules,
+        boundaries=boundaries,
+        layer_costs=costs,
+        running=tuple(whole.running),
+        recomputed=recomputed,
+        offloaded=offloaded,
+        metrics=whole.metrics,
         cut=cut,
     )
 

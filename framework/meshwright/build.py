@@ -72,20 +72,30 @@ def build(
         open_files(source)
     stages_of = blueprint.stage_of_parameter()
     tied = tied_groups(stages_of, blueprint.schedule.rank_of, mesh)
-    members_of = partial(
-        stage_members, infos=blueprint.infos, canonical=blueprint.model.canonical, stages_of=stages_of, tied=tied
-    )
     losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
     sharding = open_sharding(mesh, shard_factor(config), expert_shard_factor(config))
-    host, offload = host_memory(config, mesh.device), activation_offload(config, mesh.device)
+    host = host_memory(config, mesh.device)
+    offload = activation_offload(config, mesh.device)
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
-        layers, replicas[index] = _replica(blueprint, index, mesh, sharding, members_of, host)
+        is_fully_sharded = _is_fully_sharded(blueprint, index, sharding)
+        layers = _materialise_stage(blueprint, index, mesh, is_fully_sharded=is_fully_sharded)
+        members = stage_members(
+            index,
+            layers,
+            infos=blueprint.infos,
+            canonical=blueprint.model.canonical,
+            stages_of=stages_of,
+            tied=tied,
+        )
+        replicas[index] = _make_replica(
+            config, members, layers, mesh, sharding, host=host, is_fully_sharded=is_fully_sharded
+        )
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
         stages[index].calls.offload = offload
-    blueprint.model.release()
+    blueprint.model.release()  # first values that a run of the builder has left in memory
     weight_group = mesh.over_tp(sharding.dense.shard) if config.optimizer.needs_full_weights else None
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, weight_group=weight_group)
     executor = Executor(
@@ -159,36 +169,62 @@ def make_stage(
         running=frozenset(blueprint.running),
         offloaded=blueprint.offloaded,
     )
-    stage = partial(Stage, spec, layers, losses[0], validation_loss=losses[1], before_layer=before_layer)
-    return stage(draw=blueprint.model.draw, checks_loss=blueprint.model.loss is not None)
+    training_loss, validation_loss = losses
+    return Stage(
+        spec,
+        layers,
+        training_loss,
+        validation_loss=validation_loss,
+        before_layer=before_layer,
+        draw=blueprint.model.draw,
+        checks_loss=blueprint.model.loss is not None,
+    )
 
 
-def _replica(
-    blueprint: Blueprint,
-    stage: int,
+def _is_fully_sharded(blueprint: Blueprint, stage: int, sharding: StageSharding) -> bool:
+    """Return whether FSDP2 shards the weights of a stage: ZeRO-3 over several ranks. It shards no stage of scalars."""
+    has_rows = any(parameter.dim() for parameter in blueprint.stage_layers(stage).parameters())
+    return blueprint.config.parallel.zero == 3 and sharding.dense.shard.size > 1 and has_rows
+
+
+def _materialise_stage(blueprint: Blueprint, stage: int, mesh: Mesh, *, is_fully_sharded: bool) -> nn.Sequential:
+    """Return the layers of a stage with their weights. Collective over the ranks of the stage."""
+    return materialise(
+        blueprint.stage_layers(stage),
+        blueprint.model,
+        blueprint.infos,
+        DTYPES[blueprint.config.train.dtype],
+        # FSDP2 moves its shards to the device: the whole weights of a stage need not fit there
+        torch.device("cpu") if is_fully_sharded else mesh.device,
+        ranks=(mesh.replicas, mesh.tp, mesh.device),  # they draw the initial weights together
+    )
+
+
+def _make_replica(
+    config: RunConfig,
+    members: list[StageParameter],
+    layers: nn.Sequential,
     mesh: Mesh,
     sharding: StageSharding,
-    members_of: Callable[[int, nn.Sequential], list[StageParameter]],
+    *,
     host: HostMemory | None,
-) -> tuple[nn.Sequential, Replica]:
-    """Return the layers of a stage with their weights, and their replica, sharded according to ``parallel.zero``."""
-    parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
-    has_rows = any(parameter.dim() for parameter in blueprint.stage_layers(stage).parameters())
-    plain = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
-    sharing_ranks = mesh.replicas, mesh.tp, mesh.device  # they draw the initial weights together
-    optimizer = blueprint.config.optimizer
-    make_replica = partial(
-        StageReplica,
-        sharding=sharding,
-        tp=mesh.tp,
-        bucket_bytes=bucket_bytes(blueprint.config),
-        keeps_gradient=parallel.zero < 2,
-        host=host,
-        block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
+    is_fully_sharded: bool,
+) -> Replica:
+    """Return the replica of a stage, sharded according to ``parallel.zero``."""
+
+    def in_buckets(members: list[StageParameter]) -> StageReplica:
+        return StageReplica(
+            members,
+            sharding=sharding,
+            tp=mesh.tp,
+            bucket_bytes=bucket_bytes(config),
+            keeps_gradient=config.parallel.zero < 2,
+            host=host,
+            block_size=config.optimizer.block_size if config.optimizer.name == "adamw8bit" else 1,
+        )
+
+    if not is_fully_sharded:
+        return in_buckets(members)
+    return fully_sharded_stage(
+        members, layers, sharding, mesh.tp, mesh.device, offload=host is not None, make_buckets=in_buckets
     )
-    if parallel.zero == 3 and sharding.dense.shard.size > 1 and has_rows:
-        layers = materialise(*plain, torch.device("cpu"), ranks=sharing_ranks)
-        of_stage = members_of(stage, layers), layers, sharding, mesh.tp, mesh.device
-        return layers, fully_sharded_stage(*of_stage, offload=host is not None, make_buckets=make_replica)
-    layers = materialise(*plain, mesh.device, ranks=sharing_ranks)
-    return layers, make_replica(members_of(stage, layers))
