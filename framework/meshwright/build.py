@@ -70,32 +70,12 @@ def build(
     training, validation = open_sources(config) if sources is None else sources
     for source in (training, validation):
         open_files(source)
-    stages_of = blueprint.stage_of_parameter()
-    tied = tied_groups(stages_of, blueprint.schedule.rank_of, mesh)
-    losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
     sharding = open_sharding(mesh, shard_factor(config), expert_shard_factor(config))
     host = host_memory(config, mesh.device)
+    stages, replicas = _make_stages(blueprint, mesh, sharding, host)
     offload = activation_offload(config, mesh.device)
-    replicas: dict[int, Replica] = {}
-    stages: dict[int, Stage] = {}
-    for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
-        is_fully_sharded = _is_fully_sharded(blueprint, index, sharding)
-        layers = _materialise_stage(blueprint, index, mesh, is_fully_sharded=is_fully_sharded)
-        members = stage_members(
-            index,
-            layers,
-            infos=blueprint.infos,
-            canonical=blueprint.model.canonical,
-            stages_of=stages_of,
-            tied=tied,
-        )
-        replicas[index] = _make_replica(
-            config, members, layers, mesh, sharding, host=host, is_fully_sharded=is_fully_sharded
-        )
-        compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
-        stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
-        stages[index].calls.offload = offload
-    blueprint.model.release()  # first values that a run of the builder has left in memory
+    for stage in stages.values():
+        stage.calls.offload = offload
     weight_group = mesh.over_tp(sharding.dense.shard) if config.optimizer.needs_full_weights else None
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, weight_group=weight_group)
     executor = Executor(
@@ -179,6 +159,36 @@ def make_stage(
         draw=blueprint.model.draw,
         checks_loss=blueprint.model.loss is not None,
     )
+
+
+def _make_stages(
+    blueprint: Blueprint, mesh: Mesh, sharding: StageSharding, host: HostMemory | None
+) -> tuple[dict[int, Stage], dict[int, Replica]]:
+    """Build the stages of this rank with their weights, and the replica of each."""
+    config = blueprint.config
+    stages_of = blueprint.stage_of_parameter()
+    tied = tied_groups(stages_of, blueprint.schedule.rank_of, mesh)
+    losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
+    stages: dict[int, Stage] = {}
+    replicas: dict[int, Replica] = {}
+    for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
+        is_fully_sharded = _is_fully_sharded(blueprint, index, sharding)
+        layers = _materialise_stage(blueprint, index, mesh, is_fully_sharded=is_fully_sharded)
+        members = stage_members(
+            index,
+            layers,
+            infos=blueprint.infos,
+            canonical=blueprint.model.canonical,
+            stages_of=stages_of,
+            tied=tied,
+        )
+        replicas[index] = _make_replica(
+            config, members, layers, mesh, sharding, host=host, is_fully_sharded=is_fully_sharded
+        )
+        compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
+        stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
+    blueprint.model.release()  # first values that a run of the builder has left in memory
+    return stages, replicas
 
 
 def _is_fully_sharded(blueprint: Blueprint, stage: int, sharding: StageSharding) -> bool:
