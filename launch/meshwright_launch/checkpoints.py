@@ -1,4 +1,4 @@
-"""Command ``meshwright checkpoint``: list, verify, show, reshard and export the checkpoints of a run. No ranks."""
+"""Command ``meshwright checkpoint``: list, verify and show the checkpoints of a run. No ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.checkpoint.manifest import TensorEntry
 from meshwright.errors import CheckpointError
 from meshwright.run.directory import is_checkpoint
-from meshwright.run.trust import foreign_builders
 from meshwright.terminal.format import format_size, format_table
 from meshwright.terminal.output import put
 
@@ -66,21 +65,6 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
     """Print the metadata and the tensors of a checkpoint, or the pieces of one parameter."""
     checkpoint = open_checkpoint(find_checkpoint(options.place, options.step).path)
     put(_describe(checkpoint) if options.tensor is None else _describe_pieces(checkpoint, options.tensor))
-    return 0
-
-
-def reshard(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Rewrite a checkpoint for another layout; print a summary and the command that trains from it."""
-    from meshwright.inference.reshard import reshard as rewrite
-
-    source = find_checkpoint(options.place, options.step).path
-    written = rewrite(source, options.out, overrides, trust_code=options.trust_code)
-    before, after = (layout(open_checkpoint(path).manifest.config) for path in (source, written.path))
-    lines = [f"{source}: {before}", f"{written.path}: {after}"]
-    lines += table_of_files({name: file.size for name, file in sorted(written.manifest.files.items())})
-    trust = " --trust-code" if foreign_builders(written.config) else ""
-    lines.append(f"resume with: meshwright train {options.out / 'config.toml'}{trust}")
-    put("\n".join(lines))
     return 0
 
 

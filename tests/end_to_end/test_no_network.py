@@ -74,7 +74,6 @@ LATER = {
     "checkpoint list": "checkpoint list runs/small",
     "checkpoint verify": "checkpoint verify runs/small",
     "checkpoint show": "checkpoint show runs/small",
-    "checkpoint reshard": "checkpoint reshard runs/small --out runs/one --parallel.pp=1",
     "checkpoint export": "checkpoint export runs/small --out exported/small",
     "verify": "verify small.toml --layouts pp2 --steps 1",
 }

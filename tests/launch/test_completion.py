@@ -24,13 +24,13 @@ TRAIN = "meshwright train configs/demo.toml"
 
 CASES: list[tuple[str, list[str]]] = [
     ("meshwright ch", ["checkpoint"]),
-    ("meshwright checkpoint ", ["list", "verify", "show", "reshard", "export"]),
+    ("meshwright checkpoint ", ["list", "verify", "show", "export"]),
     ("meshwright completion ", ["bash", "zsh", "fish"]),
     ("meshwright config import --from ", ["torchtitan", "nanotron", "megatron", "bridge"]),
     ("meshwright mesh configs/demo.toml --no", ["--nodes"]),
     ("meshwright train configs/dem", ["configs/demo.toml"]),
-    ("meshwright train tests/tr", ["tests/framework/tracking"]),
-    ("meshwright status tests/tr", ["tests/framework/tracking"]),
+    ("meshwright train tests/framework/tr", ["tests/framework/tracking"]),
+    ("meshwright status tests/framework/tr", ["tests/framework/tracking"]),
     ("meshwright status configs/de", []),
     (f"{TRAIN} --par", ["--parallel."]),
     (f"{TRAIN} --parallel.ze", ["--parallel.zero="]),

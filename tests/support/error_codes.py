@@ -50,7 +50,6 @@ ROOMS = {
     "PIPELINE": "stages, activation checkpointing, the executor",
     "PLANNER": "`meshwright plan`",
     "REPORT": "`meshwright report`",
-    "RESHARD": "`meshwright reshard`",
     "RUN": "a run on disk: saving, resuming, its lock; blueprint and build",
     "SCHEDULE": "pipeline schedules",
     "SYSTEM": "files and processes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright_launch.arguments.common import Added, command, output, run_or_checkpoint, trust_code
+from meshwright_launch.arguments.common import Added, command, run_or_checkpoint
 
 
 def checkpoint(added: Added) -> None:
@@ -10,7 +10,7 @@ def checkpoint(added: Added) -> None:
         added,
         "checkpoint",
         None,
-        "list, verify, show, reshard and export the checkpoints of a run",
+        "list, verify, show and export the checkpoints of a run",
         "Reads checkpoints of any layout without ranks, and changes none.",
         "meshwright checkpoint verify runs/demo",
     )
@@ -41,18 +41,5 @@ def checkpoint(added: Added) -> None:
         "meshwright checkpoint show runs/demo --tensor embedding.tokens.weight",
     )
     shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
-    resharded = command(
-        commands_of,
-        "reshard",
-        "checkpoints:reshard",
-        "rewrite a checkpoint for another layout",
-        "Reads the newest checkpoint of a run, or the one of --step, and writes a run directory with the files that "
-        "the new layout would have saved. `meshwright train` resumes it. Resuming on another layout does not need it. "
-        "Only parallel.*, pipeline.*, run.name and run.directory may change.",
-        "meshwright checkpoint reshard runs/demo --out runs/one-file --parallel.pp=1 --parallel.tp=1",
-        takes_overrides=True,
-    )
-    output(resharded, "DIR", "the new run directory", "resharded", is_folder=True, is_required=True)
-    trust_code(resharded)
-    for parser in (listed, verified, shown, resharded):
+    for parser in (listed, verified, shown):
         run_or_checkpoint(parser, has_step=parser is not listed)

@@ -63,4 +63,4 @@ def test_the_commands_are_those_that_there_are() -> None:
 
     shown = re.findall(r"^meshwright (checkpoint .*?)(?:  +#.*)?$", GUIDE, flags=re.MULTILINE)
     parser = build_parser()
-    assert {parser.parse_known_args(line.split())[0].what for line in shown} == {"list", "verify", "show", "reshard"}
+    assert {parser.parse_known_args(line.split())[0].what for line in shown} == {"list", "verify", "show"}

@@ -1,4 +1,4 @@
-"""Keys of the saved layout that an override leaves without effect do not refuse it, in eval and in reshard."""
+"""Keys of the saved layout that an override leaves without effect do not refuse it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import meshwright.inference.reshard
 from meshwright.config import RunConfig
 from meshwright.config.layout_keys import WHOLE_SAMPLES
 from meshwright.errors import ConfigError
@@ -26,39 +25,34 @@ SAVED: dict[str, dict[str, Any]] = {
 GROUPS = {"cp_exchange": "keys", "cp_head_groups": 1}
 
 
-def changed_by(place: str, overrides: list[str], **parallel: Any) -> dict[str, Any]:
-    """The keys of ``[parallel]`` that a command changes in a run of SAVED, with ``parallel`` on top."""
+def changed_by(overrides: list[str], **parallel: Any) -> dict[str, Any]:
+    """The keys of ``[parallel]`` that `eval` changes in a run of SAVED, with ``parallel`` on top."""
     config = RunConfig.model_validate(SAVED | {"parallel": SAVED["parallel"] | parallel})
     saved = config.model_dump(mode="json")
-    if place == "eval":
-        after = config_for(ModelLocation(Path("run"), (), saved, "run"), overrides, "eval")
-    else:
-        after = meshwright.inference.reshard._config_for_layout(saved, Path("out"), overrides, "run", False)
+    after = config_for(ModelLocation(Path("run"), (), saved, "run"), overrides, "eval")
     new = after.parallel.model_dump(mode="json")
     return {key: new[key] for key, value in saved["parallel"].items() if new[key] != value}
 
 
-@pytest.mark.parametrize("place", ["eval", "reshard"])
-def test_a_degree_of_one_resets_its_keys(place: str) -> None:
+def test_a_degree_of_one_resets_its_keys() -> None:
     whole = {"cp": 1, "cp_order": "zigzag"}
-    assert changed_by(place, ["--parallel.cp=1"]) == whole | {"cp_exchange": "keys"}
-    assert changed_by(place, ["--parallel.cp=1"], **GROUPS) == whole | {"cp_head_groups": None}
-    assert changed_by(place, ["--parallel.ep=1"]) == {"ep": 1, "ep_across_nodes": False}
-    assert changed_by(place, ["--parallel.tp=1"]) == {"tp": 1, "tp_across_nodes": False, "sequence": False}
-    assert changed_by(place, ["--parallel.dp=2"]) == {"dp": 2}
+    assert changed_by(["--parallel.cp=1"]) == whole | {"cp_exchange": "keys"}
+    assert changed_by(["--parallel.cp=1"], **GROUPS) == whole | {"cp_head_groups": None}
+    assert changed_by(["--parallel.ep=1"]) == {"ep": 1, "ep_across_nodes": False}
+    assert changed_by(["--parallel.tp=1"]) == {"tp": 1, "tp_across_nodes": False, "sequence": False}
+    assert changed_by(["--parallel.dp=2"]) == {"dp": 2}
 
 
-@pytest.mark.parametrize("place", ["eval", "reshard"])
 @pytest.mark.parametrize(
     "words", [["cp=1", "cp_order=documents"], ["ep=1", "ep_across_nodes=true"], ["tp=1", "sequence=true"]]
 )
-def test_a_key_that_the_user_gives_is_refused(place: str, words: list[str]) -> None:
+def test_a_key_that_the_user_gives_is_refused(words: list[str]) -> None:
     with pytest.raises(
         ConfigError,
         match=f"parallel.{words[1].partition('=')[0]}.* has no effect",
         check=has_code("MW-CONFIG-040", "MW-CONFIG-069", "MW-CONFIG-076"),
     ):
-        changed_by(place, [f"--parallel.{word}" for word in words])
+        changed_by([f"--parallel.{word}" for word in words])
 
 
 def test_defaults_of_a_command_reset_keys_too() -> None:

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.checkpoint import find, open_checkpoint
+from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.data.causal import IGNORE
 from meshwright.data.sources import open_sources
-from meshwright.inference.reshard import reshard
 from meshwright.run.directory import run_directory
 from meshwright.verify import parse_layout
 from meshwright_interop.huggingface.convert.exporting import export_checkpoint
@@ -142,16 +141,12 @@ def test_a_run_in_bfloat16_keeps_master_weights_from_the_first_step(
     same_bits(files(export_checkpoint(saved, tmp_path / "saved").path), rounded)
 
 
-def test_an_imported_run_may_be_resharded_and_its_settings_changed_but_not_its_model(
+def test_the_settings_of_an_imported_run_may_change_but_not_its_model(
     written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     path, _ = written("gpt2")
     done = import_model(path, tmp_path / "run", [f"--data.train={corpus / 'train'}", "--data.sequence_length=16"])
-    two = reshard(done.path, tmp_path / "two", ["--parallel.pp=2", "--parallel.tp=2"])
-    assert not differing(tensors(tmp_path / "two"), tensors(tmp_path / "run"))
-    assert len(open_checkpoint(two.path).manifest.files) == 4
-
-    other = fine_tuning(two.config, "pp2,tp2", run={"seed": 5}, data={"sequence_length": 12})
+    other = fine_tuning(done.config, "pp2,tp2", run={"seed": 5}, data={"sequence_length": 12})
     other = changed(other, model={"options": other.model.options | {"dropout": 0.3}})
     said = train(pool, other)
     for line in ("changed: data.sequence_length: 16 -> 12", "changed: model.options.dropout: 0.1 -> 0.3"):

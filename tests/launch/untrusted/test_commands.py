@@ -36,7 +36,6 @@ BUILDERS: dict[str, dict[str, Any]] = {
 READS = {
     "sample": ["sample", "{place}", "--prompt=a"],
     "eval": ["eval", "{place}"],
-    "reshard": ["checkpoint", "reshard", "{place}", "--out=out"],
 }
 """They build the model of a run or checkpoint."""
 CONFIGS = {
@@ -276,11 +275,9 @@ def test_trusted_code_is_named_and_used(desk: Path, capfd: pytest.CaptureFixture
     code, told = called(out, run, run, capfd, "--trust-code")
     assert code == 0 and f"model.builder = 'local_model:build' imports build from {desk}/local_model.py" in told
     assert f"data.builder = 'local_model:rows' imports rows from {desk}/local_model.py" in told
-    assert main(["checkpoint", "reshard", str(run), "--out=moved", *named]) == 0
-    assert capfd.readouterr().out.endswith("meshwright train moved/config.toml --trust-code\n")
-    assert main(["stages", "moved/config.toml"]) == 2
-    assert main(["stages", "moved/config.toml", "--trust-code"]) == 0
-    assert main(["stages", "moved/config.toml", *named]) == 0
+    assert main(["stages", "runs/mine/config.toml"]) == 2
+    assert main(["stages", "runs/mine/config.toml", "--trust-code"]) == 0
+    assert main(["stages", "runs/mine/config.toml", *named]) == 0
     assert main(["stages", "mine.toml"]) == 0
 
 

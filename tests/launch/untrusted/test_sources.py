@@ -71,7 +71,6 @@ BUILDERS = {
 }
 READERS = {
     "framework/meshwright/inference/load.py": "sample and eval: check_trusted",
-    "framework/meshwright/inference/reshard.py": "check_trusted",
     "tools/meshwright_interop/huggingface/convert/importing.py": "only FAMILIES' builders, and the user's own words",
     "tools/meshwright_interop/huggingface/export.py": "only the builders of FAMILIES, which are ours, or hf:DIRECTORY",
     "tools/meshwright_interop/huggingface/convert/adapters.py": "a base run's, after the same plan of export",
