@@ -140,6 +140,7 @@ def made(words: str) -> None:
         pytest.param(each, marks=pytest.mark.torture if any(re.search(one, each) for one in LONG) else pytest.mark.slow)
         for each in HERE
     ],
+    ids=lambda command: command,  # pytest would number the longest ones
 )
 def test_it_does_what_is_printed(
     command: str, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
