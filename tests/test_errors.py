@@ -1,36 +1,87 @@
-"""Error codes: every error has one, no two share one, and the docs and the golden files hold their texts."""
+"""Error codes: every error has one, no two share one, golden files hold the texts, `meshwright errors` prints them."""
 
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 
 from meshwright.errors import ConfigError, DataError, MissingRanksError, UserError
+from meshwright_launch.cli import main
+from meshwright_launch.error_codes import ROOMS, Site, find_sites, installed_sources
 from tests.support import error_codes as codes
 
-MOVE = "`python -m tests.support.error_codes` writes docs/errors.md and the golden files anew: look at what changes"
+MOVE = "`python -m tests.support.error_codes` writes the golden files anew: look at what changes"
 
 
 @pytest.fixture(scope="module")
-def sites() -> list[codes.Site]:
-    return codes.find_sites()
+def sites() -> list[Site]:
+    return find_sites(codes.sources())
 
 
-def test_every_error_has_a_code_of_its_own(sites: list[codes.Site]) -> None:
+def test_every_error_has_a_code_of_its_own(sites: list[Site]) -> None:
     assert codes.without_code() == [], "the first argument of an error is its code, a literal MW-ROOM-NUMBER"
     assert len(sites) > 400  # else the search itself is broken
     assert codes.repeated(sites) == [], "two places raise these codes: take the next free number for one"
     reused = codes.retired() & {site.code for site in sites}
     assert not reused, f"{sorted(reused)} belonged to other errors once: take the next free number"
-    unknown = {site.kind for site in sites} - codes.error_classes() - {"error_type", "kind"}
+    unknown = {site.kind for site in sites} - codes.EXIT_CODES.keys() - {"error_type", "kind"}
     assert not unknown, f"{unknown}: give these classes their exit code in EXIT_CODES"
 
 
-def test_the_texts_are_those_of_the_golden_files(sites: list[codes.Site]) -> None:
+def test_the_texts_are_those_of_the_golden_files(sites: list[Site]) -> None:
     written = {path.name: path.read_text() for path in codes.GOLDEN.glob("*.txt")}
     assert codes.golden(sites, codes.retired()) == written, MOVE
-    assert codes.document(sites, codes.retired()) == codes.DOCUMENT.read_text(), MOVE
+
+
+def test_the_command_lists_the_codes_of_all_packages(sites: list[Site], capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_sites(installed_sources()) == sites
+    assert {site.room for site in sites} <= ROOMS.keys()
+    assert main(["errors"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nDATA: corpora, tokenizers, data preparation\n  MW-DATA-001   2  " in printed
+    codes_of_lines = [line.split()[0] for line in printed.splitlines() if line.startswith("  MW-")]
+    assert list(dict.fromkeys(codes_of_lines)) == [site.code for site in sites]
+
+
+@pytest.mark.parametrize("given", ["MW-MESH-001", "mw-mesh-1", "mesh-1", "[MW-MESH-001]"])
+def test_the_command_shows_a_code_with_its_place(
+    given: str, sites: list[Site], capsys: pytest.CaptureFixture[str]
+) -> None:
+    [site] = [site for site in sites if site.code == "MW-MESH-001"]
+    assert main(["errors", given]) == 0
+    head, place, *message = capsys.readouterr().out.splitlines()
+    assert head == f"MW-MESH-001  {site.kind}, exit code {site.exit_code}  (MESH: ranks, groups, collectives)"
+    assert place == f"raised in {site.source.module}: {site.source.path}, line {site.line}"
+    assert '"MW-MESH-001"' in "".join(site.source.path.read_text().splitlines()[site.line - 1 : site.line + 1])
+    assert message[0].strip() == site.texts[0].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("MW-MESH-999", "near it are MW-MESH-0"),
+        ("mw-mehs-1", "near it are MW-MESH-001"),
+        ("MW-RESHARD-001", "`meshwright errors` lists all"),
+        ("words", "a code is MW-ROOM-NUMBER"),
+        ("x" * 5000, "a code is MW-ROOM-NUMBER"),
+    ],
+)
+def test_the_command_refuses_an_unknown_code(given: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["errors", given]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and hint in printed.err and "[MW-LAUNCH-108]" in printed.err and len(printed.err) < 400
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = (
+        "import sys; from meshwright_launch.cli import main; assert main(['errors', 'MW-DATA-001']) == 0; "
+        "assert not {'torch', 'numpy'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_message_shows_its_code_at_the_end_of_the_first_line() -> None:
@@ -69,4 +120,4 @@ def test_an_error_without_a_code_is_found(tmp_path, monkeypatch) -> None:  # typ
     file.write_text('raise DataError("MW-DATA-1", "too short")\n')
     assert codes.without_code() == ["framework/meshwright/data/broken.py:1"]
     file.write_text('raise DataError("MW-DATA-001", "a")\nraise DataError("MW-DATA-001", "b")\n')
-    assert codes.repeated(codes.find_sites()) == ["MW-DATA-001"]
+    assert codes.repeated(find_sites(codes.sources())) == ["MW-DATA-001"]

@@ -1,8 +1,8 @@
 """Errors for users: each message has the value found, the place, the next move and a stable code.
 
 Everything a user can cause derives from :class:`UserError`; the command line prints its text alone and leaves with
-``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a traceback. ``docs/errors.md`` lists all
-codes.
+``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a traceback. ``meshwright errors`` lists
+all codes.
 """
 
 from __future__ import annotations

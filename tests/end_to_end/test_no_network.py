@@ -57,6 +57,7 @@ FIRST = {
     "config import": "config import theirs.yaml --out imported.toml",
     "config show": "config show small.toml",
     "completion": "completion bash",
+    "errors": "errors MW-DATA-001",
     "init": "init first.toml --text texts",
     "kubernetes": "kubernetes small.toml --nodes 1 --devices-per-node 2 --image ours",
 }

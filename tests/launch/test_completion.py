@@ -25,6 +25,8 @@ TRAIN = "meshwright train configs/demo.toml"
 CASES: list[tuple[str, list[str]]] = [
     ("meshwright ch", ["checkpoint"]),
     ("meshwright checkpoint ", ["list", "verify", "show", "export"]),
+    ("meshwright err", ["errors"]),
+    ("meshwright errors ", []),
     ("meshwright completion ", ["bash", "zsh", "fish"]),
     ("meshwright config import --from ", ["torchtitan", "nanotron", "megatron", "bridge"]),
     ("meshwright mesh configs/demo.toml --no", ["--nodes"]),

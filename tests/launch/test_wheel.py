@@ -90,6 +90,13 @@ def test_a_page_that_a_message_names_is_where_it_says(environment: Path, tmp_pat
     assert Path(place).read_text() == (ROOT / "docs" / "models.md").read_text()
 
 
+def test_error_codes_are_read_from_the_installed_files(environment: Path, tmp_path: Path) -> None:
+    for code, package in (("MW-DATA-001", "meshwright"), ("MW-INTEROP-051", "meshwright_interop")):
+        _, place, *_ = run(environment / "meshwright", "errors", code, cwd=tmp_path).stdout.splitlines()
+        assert place.startswith(f"raised in {package}.")
+        assert Path(place.partition(": ")[2].partition(", line")[0]).is_relative_to(environment.parent)
+
+
 def test_files_that_are_no_code_are_in_it(wheel: Path) -> None:
     def of(root: Path, pattern: str, package: str) -> set[str]:
         return {f"{package}/{path.relative_to(root).as_posix()}" for path in root.glob(pattern)}

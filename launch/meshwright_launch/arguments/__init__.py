@@ -23,12 +23,14 @@ OWN: dict[str, AddCommand] = {
     "status": inspection.status,
     "eval": training.evaluate,
     "sample": training.sample,
+    "errors": inspection.errors,
     "completion": inspection.completion,
 }
 """Commands of the trainer and its launcher."""
 ORDER = (
     *("init", "train", "mesh", "doctor", "slurm", "kubernetes", "draw", "stages", "plan", "calibrate", "dryrun"),
-    *("verify", "data", "config", "checkpoint", "convert", "status", "eval", "sample", "report", "plot", "completion"),
+    *("verify", "data", "config", "checkpoint", "convert", "status", "eval", "sample", "report", "plot", "errors"),
+    "completion",
 )
 """Order in which help lists commands; those of other packages come last."""
 GROUP = "meshwright.commands"

@@ -1,4 +1,4 @@
-"""Commands that show the present and past of a run, and shell completion."""
+"""Commands that show the present and past of a run, error codes, and shell completion."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ def status(added: Added) -> None:
         "meshwright status runs/demo",
     )
     parser.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
+
+
+def errors(added: Added) -> None:
+    parser = command(
+        added,
+        "errors",
+        "errors:errors",
+        "list the error codes, or show one with the place that raises it",
+        "Prints code, exit code and message of every error that a user can cause, by room. With a code: its message, "
+        "class, module and line. A code stays with its cause when the words of the message change.",
+        "meshwright errors MW-DATA-001\n  meshwright errors",
+    )
+    parser.add_argument("code", nargs="?", metavar="CODE", help="as a message prints it, or short: data-1")
 
 
 def completion(added: Added) -> None:

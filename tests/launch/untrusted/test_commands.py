@@ -66,7 +66,7 @@ NOT_IMPORTING = {
     "config import": ["config", "import", "{run}/config.toml", "--from=torchtitan"],
 }
 """They need no model."""
-NO_RUN = {"calibrate", "init", "completion", "data prepare", "data verify", "data stdlib", "data files"}
+NO_RUN = {"calibrate", "init", "completion", "errors", "data prepare", "data verify", "data stdlib", "data files"}
 """They read none of these."""
 
 
