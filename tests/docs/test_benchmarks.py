@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -13,8 +14,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text())
+RESULTS = sorted((BENCHMARKS / "results").glob("20*.json"))
+DATED = re.compile(r"20\d\d-\d\d-\d\d-[a-z0-9-]+\.json")
+"""Name of a file of results: the day, the benchmark, and what of it was run."""
+
+
+def test_results_that_are_named_are_there() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *SCRIPTS]
+    named = {(page, name) for page in pages for name in DATED.findall(page.read_text())}
+    kept = {path.name for path in RESULTS}
+    assert len(named) > 10 and not [(page, name) for page, name in named if name not in kept]
+
+
+def test_the_newest_results_of_each_processor_are_kept() -> None:
+    """Older ones are in the history."""
+    seen: dict[tuple[str, str], str] = {}
+    for path in RESULTS:
+        results = json.loads(path.read_text())
+        processor = results.get("environment", results).get("cpu")
+        if processor is not None:
+            older = seen.setdefault((path.name[len("2026-11-21-") :], processor), path.name)
+            assert older == path.name, f"{path.name} replaces {older}: remove that, and point what names it to this one"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
