@@ -1,19 +1,20 @@
-"""Restructured causal language models of transformers, with the proofs of each: the list in the docs.
+"""Restructured causal language models of transformers, with the proofs of each: the table in the docs.
 
     python -m benchmarks.huggingface_models                    every architecture of transformers, small and random
-    python -m benchmarks.huggingface_models --kinds phi3 glm   these, and the list with what is known of the others
+    python -m benchmarks.huggingface_models --kinds phi3 glm   these, and the table with what is known of the others
     python -m benchmarks.huggingface_models --verify phi3      in layouts over ranks, too
     python -m benchmarks.huggingface_models --kinds --verify phi3 --layouts cp2    in this layout; others are kept
 
 An architecture is restructured, or refused with the reason. Its logits and gradients are compared with those of the
 unmodified model, with the same weights, in float32. ``--verify`` adds the layouts of ``meshwright verify`` in float64.
 Results go to ``benchmarks/results/huggingface_models.json``, one architecture at a time, and from there into
-``docs/huggingface-models.md``.
+``docs/huggingface-models.csv``.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -38,8 +39,8 @@ from tests.support.plain import plain_layers
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "huggingface_models.json"
-PAGE = ROOT / "docs" / "huggingface-models.md"
-BEGIN, END = "<!-- list: benchmarks/huggingface_models.py -->", "<!-- end of the list -->"
+PAGE, TABLE = ROOT / "docs" / "huggingface-models.md", ROOT / "docs" / "huggingface-models.csv"
+BEGIN, END = "<!-- counts: benchmarks/huggingface_models.py -->", "<!-- end of the counts -->"
 MOST_PARAMETERS = 20_000_000
 """Parameters of a small form at most: some architectures have their sizes under other keys, and stay large."""
 UNDRAWN = ("MW-INTEROP-065", "MW-INTEROP-110")
@@ -143,18 +144,10 @@ def every_kind() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the list as Markdown."""
+def rows(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return the table: a row for each architecture, the restructured ones first, those without a layout after them."""
     good = {kind: found for kind, found in results.items() if found["state"] == "restructured"}
-    proven = [kind for kind, found in good.items() if _is_proven(found["layouts"].values())]
-    lines = [
-        f"{len(good)} of the {len(results)} architectures that transformers {import_transformers().__version__} has a "
-        f"causal language model for are restructured; {len(proven)} of them are proven in "
-        f"layouts over ranks.",
-        "",
-        "| architecture | logits, gradients | " + " | ".join(LAYOUTS) + " | not |",
-        "|---|---|" + "---|" * len(LAYOUTS) + "---|",
-    ]
+    found_rows = []
     for kind, found in sorted(good.items(), key=lambda item: (not item[1]["layouts"], item[0])):
         equal = "equal" if found["logits"] == 0 and found["gradients"] < 1e-6 else f"{found['gradients']:.0e} apart"
         cells = [_cell(found, layout) for layout in LAYOUTS]
@@ -162,15 +155,19 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
             re.sub(r"hf:/\S*/", "hf:", row["problems"][0]) for row in found["layouts"].values() if not _passed(row)
         ][:1]
         reasons = "; ".join([*(f"{name}: {why}" for name, why in found["impossible"].items()), *missed])
-        lines.append(f"| `{kind}` | {equal} | " + " | ".join(cells) + f" | {reasons} |")
-    lines += ["", "| not restructured | why |", "|---|---|"]
-    groups: dict[str, list[str]] = {}
-    for kind, found in results.items():
-        if kind not in good:
-            groups.setdefault(_reason(kind, found), []).append(f"`{kind}`")
-    for reason, kinds in sorted(groups.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {', '.join(kinds)} | {reason} |")
-    return lines
+        found_rows.append([kind, equal, *cells, reasons])
+    others = {kind: _reason(kind, found) for kind, found in results.items() if kind not in good}
+    return found_rows + [[kind, "not restructured", *[""] * len(LAYOUTS), why] for kind, why in others.items()]
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """Return the counts for the page."""
+    good = [found for found in results.values() if found["state"] == "restructured"]
+    proven = [found for found in good if _is_proven(found["layouts"].values())]
+    return (
+        f"{len(good)} of the {len(results)} architectures that transformers {import_transformers().__version__} has a "
+        f"causal language model for are restructured; {len(proven)} of them are proven in layouts over ranks."
+    )
 
 
 def _passed(row: dict[str, Any]) -> bool:
@@ -189,11 +186,11 @@ def _cell(found: dict[str, Any], layout: str) -> str:
         return "" if is_impossible else "not run"
     if row["gradient"] is None:
         return "refused"
-    return f"{row['gradient']:.0e}" if row["passed"] else "**differs**"
+    return f"{row['gradient']:.0e}" if row["passed"] else "differs"
 
 
 def _reason(kind: str, found: dict[str, Any]) -> str:
-    why = str(found["why"]).replace("|", "/")
+    why = str(found["why"])
     if "none can be derived" in why:
         cause = why.partition("meta tensors: ")[2].partition(" [MW-")[0].partition(":")[2].strip()
         return f"declares no pipeline plan, and none can be derived: its forward fails on meta tensors ({cause})"
@@ -219,11 +216,13 @@ def _reason(kind: str, found: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:
-    """Write the list into its place in the page."""
-    text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
+    """Write the table, and the counts into their place in the page."""
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        header = ["architecture", "logits and gradients", *LAYOUTS, "reason"]
+        csv.writer(file, lineterminator="\n").writerows([header, *rows(results)])
+    head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    PAGE.write_text("\n".join([head + BEGIN, *table(results), END]) + tail)
+    PAGE.write_text("\n".join([head + BEGIN, summary(results), END]) + tail)
 
 
 def main(words: Sequence[str] | None = None) -> None:
