@@ -221,29 +221,13 @@ tokens:
   val_check_interval: -1
 """
 
-MEGATRON_GPT = r"""#!/bin/bash
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-GPUS_PER_NODE=8
-NUM_NODES=${SLURM_NNODES:-2}
-WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
-CHECKPOINT_PATH=$1 #<Specify path>
-DATA_PATH=/data/books_text_document
-
-DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
-    --nnodes $NUM_NODES
-)
-
-GPT_MODEL_ARGS=(
+MEGATRON_GPT = r"""torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py
     --num-layers 8
     --hidden-size 64   # narrow
     --num-attention-heads 8
     --seq-length 128
     --max-position-embeddings 128
     --attention-backend auto # Can use (flash/fused/unfused/local)
-)
-
-TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 32
     --rampup-batch-size 16 16 5000
@@ -259,9 +243,6 @@ TRAINING_ARGS=(
     --min-lr 6.0e-6
     --lr-warmup-fraction .01
     --lr-decay-iters 400
-)
-
-MODEL_PARALLEL_ARGS=(
 	--tensor-model-parallel-size 2
 	--pipeline-model-parallel-size 2
 	--num-layers-per-virtual-pipeline-stage 2
@@ -270,69 +251,30 @@ MODEL_PARALLEL_ARGS=(
 	--recompute-granularity full
 	--recompute-method block
 	--recompute-num-layers 1
-)
-
-DATA_ARGS=(
-    --data-path $DATA_PATH
-    --vocab-file $2
-    --merge-file $3
+    --data-path /data/books_text_document
+    --vocab-file gpt2-vocab.json
+    --merge-file gpt2-merges.txt
     --split 949,50,1
-)
-
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \
-    ${GPT_MODEL_ARGS[@]} \
-    ${TRAINING_ARGS[@]} \
-    ${MODEL_PARALLEL_ARGS[@]} \
-    ${DATA_ARGS[@]} \
-    --log-interval 100 --save $CHECKPOINT_PATH 2>&1 | tee log.txt
+    --log-interval 100 --save /checkpoints
 """
 
-MEGATRON_LLAMA = r"""#!/bin/bash
-TOKENIZER_ARG=${1:-"MOCK"}
-DTYPE="fp8"
-SEQ_LENGTH=128
-if [ ! -d "$HOME" ]; then echo none; exit 1; fi
-usage() {
-    echo --not-a-flag 3
-}
-
-MODEL_ARGS=(
-    --use-mcore-models
-    --num-layers 4 --hidden-size 64 --ffn-hidden-size 192
-    --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16
-    --seq-length $SEQ_LENGTH --max-position-embeddings $SEQ_LENGTH
-    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0
-    --attention-dropout 0.0 --hidden-dropout 0.0
-    --swiglu --normalization RMSNorm --disable-bias-linear
-    --untie-embeddings-and-output-weights
-)
-TRAINING_ARGS=(
-    --micro-batch-size 1 --global-batch-size 8
-    --train-samples 4000 --lr-decay-samples 3000 --lr-warmup-samples 80
-    --lr 0.00015 --min-lr 0.00001 --lr-decay-style cosine
-    --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
-    --bf16 --manual-gc
-)
-DTYPE_ARGS=()
-if [[ "$DTYPE" == "fp8" ]]; then
-    DTYPE_ARGS+=(
-        "--fp8-format hybrid"
-        "--fp8-param-gather"
-    )
-fi
-DDP_ARGS=( --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params )
-TRAINING_ARGS+=("${DDP_ARGS[@]}")
-DATA_ARGS=()
-if [[ "$TOKENIZER_ARG" == "MOCK" ]] || [[ -z "$TOKENIZER_ARG" ]]; then
-    DATA_ARGS+=( "--mock-data" "--tokenizer-type NullTokenizer" "--vocab-size 256" "--split '99,1,0'" )
-else
-    DATA_ARGS+=( "--data-path $2" "--tokenizer-model $TOKENIZER_ARG" )
-fi
-for i in 1 2; do
-    EXTRA="--num-workers $i"
-done
-run_cmd="torchrun --nproc_per_node 4 pretrain_gpt.py ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]} ${DTYPE_ARGS[@]}"
-eval $run_cmd ${DATA_ARGS[@]}
+MEGATRON_LLAMA = r"""torchrun --nproc_per_node 4 pretrain_gpt.py \
+    --use-mcore-models \
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 \
+    --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16 \
+    --seq-length 128 --max-position-embeddings 128 \
+    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 \
+    --attention-dropout 0.0 --hidden-dropout 0.0 \
+    --swiglu --normalization RMSNorm --disable-bias-linear \
+    --untie-embeddings-and-output-weights \
+    --micro-batch-size 1 --global-batch-size 8 \
+    --train-samples 4000 --lr-decay-samples 3000 --lr-warmup-samples 80 \
+    --lr 0.00015 --min-lr 0.00001 --lr-decay-style cosine \
+    --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 \
+    --bf16 --manual-gc \
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
+    --fp8-format hybrid --fp8-param-gather \
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 256 --split '99,1,0'
 """
 
 MEGATRON_FLAGS = """\

@@ -46,19 +46,19 @@ def llama(flags: str, heads: str = HEADS) -> str:
     ],
 )
 def test_flags_of_megatron_become_options_of_llama(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
-    known = {name: value for name, value in options(tmp_path / "a.sh", llama("")).items() if name != "norm_eps"}
-    found = options(tmp_path / "b.sh", llama(flags))
+    known = {name: value for name, value in options(tmp_path / "a.txt", llama("")).items() if name != "norm_eps"}
+    found = options(tmp_path / "b.txt", llama(flags))
     assert found == known | {"norm_eps": 1e-5} | expected
 
 
 def test_heads_may_be_of_another_size(tmp_path: Path) -> None:
     heads = HEADS.replace("--kv-channels 16", "--kv-channels 32")
-    assert options(tmp_path / "a.sh", llama("--qk-layernorm", heads))["head_dim"] == 32
+    assert options(tmp_path / "a.txt", llama("--qk-layernorm", heads))["head_dim"] == 32
 
 
 def test_the_window_has_the_tokens_of_megatrons_mask(tmp_path: Path) -> None:
     """``get_sliding_window_causal_mask`` there: ``triu(-before)`` and ``tril(after)`` of a square of ones."""
-    window = options(tmp_path / "a.sh", llama("--window-size 3,0"))["sliding_window"]
+    window = options(tmp_path / "a.txt", llama("--window-size 3,0"))["sliding_window"]
     theirs = torch.ones(8, 8, dtype=torch.bool).triu(-3).tril(0)
     assert torch.equal(AttentionCore(window).seen(range(8), range(8), torch.device("cpu")), theirs)
 
@@ -73,7 +73,7 @@ def test_the_window_has_the_tokens_of_megatrons_mask(tmp_path: Path) -> None:
     ],
 )
 def test_other_windows_and_norms_are_refused(tmp_path: Path, flags: str, said: str) -> None:
-    path = tmp_path / "a.sh"
+    path = tmp_path / "a.txt"
     path.write_text(llama(flags))
     with pytest.raises(ConfigError, check=has_code("MW-INTEROP-030")) as caught:
         convert_file(path)
@@ -81,7 +81,7 @@ def test_other_windows_and_norms_are_refused(tmp_path: Path, flags: str, said: s
 
 
 def test_gpt_2_has_the_biases_of_q_k_and_v_anyway(tmp_path: Path) -> None:
-    path = tmp_path / "a.sh"
+    path = tmp_path / "a.txt"
     path.write_text(f"--add-qkv-bias {GPT}")
     assert "qkv_bias" not in convert_file(path).config.model.options
 

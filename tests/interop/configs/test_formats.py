@@ -241,13 +241,13 @@ def cosine(peak: float, low: float, start: int, end: int) -> Callable[[int], flo
 
 
 EARLY = {
-    "a.sh": samples.MEGATRON_GPT.replace("--rampup-batch-size 16 16 5000\n", ""),
+    "a.txt": samples.MEGATRON_GPT.replace("--rampup-batch-size 16 16 5000\n", ""),
     "a.yaml": samples.NANOTRON.replace("lr_decay_steps: 13", "lr_decay_steps: 8"),
     "a.toml": samples.TORCHTITAN_PIPELINE.replace("warmup_steps = 4", "warmup_steps = 4\ntotal_steps = 30"),
     "a.json": dumps.text(dumps.torchtitan(lr_scheduler={"total_steps": 30})),
 }
 ENDS = {
-    "a.sh": (6e-5, 6e-6, 4, 400),
+    "a.txt": (6e-5, 6e-6, 4, 400),
     "a.yaml": (3e-4, 1e-5, 2, 10),
     "a.toml": (8e-4, 0.0, 4, 30),
     "a.json": (3e-4, 3e-5, 4, 30),
@@ -271,12 +271,12 @@ STARTS = {
     "a.toml": samples.TORCHTITAN_PIPELINE.replace(
         'decay_type = "cosine"', 'decay_type = "linear"\ntotal_steps = 30\ndecay_ratio = 0.5'
     ),
-    "a.sh": samples.MEGATRON_FLAGS.replace("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3 --lr-decay-iters 8"),
+    "a.txt": samples.MEGATRON_FLAGS.replace("--lr-wsd-decay-iters 3", "--lr-wsd-decay-iters 3 --lr-decay-iters 8"),
     "a.json": dumps.text(
         dumps.torchtitan(lr_scheduler={"total_steps": 30, "decay_ratio": 0.5, "decay_type": "linear"})
     ),
 }
-LINES = {"a.yaml": (6, 11), "a.toml": (15, 30), "a.sh": (5, 8), "a.json": (15, 30)}
+LINES = {"a.yaml": (6, 11), "a.toml": (15, 30), "a.txt": (5, 8), "a.json": (15, 30)}
 
 
 @pytest.mark.parametrize("name", STARTS)

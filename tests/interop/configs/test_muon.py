@@ -36,7 +36,7 @@ def bridge(path: Path, fields: str) -> ImportedConfig:
     return convert_file(path)
 
 
-def script(path: Path, flags: str, *, without: set[str] | None = None) -> ImportedConfig:
+def with_flags(path: Path, flags: str, *, without: set[str] | None = None) -> ImportedConfig:
     path.write_text(samples.MEGATRON_LLAMA.rstrip("\n") + f" {flags}\n")
     return convert_file(path, without=without or set())
 
@@ -65,8 +65,8 @@ def test_fields_of_muon_beside_adam_have_no_effect(tmp_path: Path) -> None:
     assert not any("muon" in row.item.key for row in found.dropped)
 
 
-def test_a_script_without_momentum_is_a_guess(tmp_path: Path) -> None:
-    found = script(tmp_path / "a.sh", FLAGS.replace("--muon-momentum 0.9 ", ""), without={"muon-tp-mode"})
+def test_flags_without_momentum_is_a_guess(tmp_path: Path) -> None:
+    found = with_flags(tmp_path / "a.txt", FLAGS.replace("--muon-momentum 0.9 ", ""), without={"muon-tp-mode"})
     assert (found.config.optimizer.muon_momentum, found.config.optimizer.nesterov) == (0.95, False)
     assert "by version" in found.guessed["optimizer.muon_momentum"]
 
@@ -83,6 +83,9 @@ def test_a_script_without_momentum_is_a_guess(tmp_path: Path) -> None:
 )
 def test_another_update_is_refused_by_its_flag(tmp_path: Path, flags: str, key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-089")) as caught:
-        script(tmp_path / "a.sh", f"{FLAGS} {flags}")
+        with_flags(tmp_path / "a.txt", f"{FLAGS} {flags}")
     assert f"--without {key}" in str(caught.value)
-    assert script(tmp_path / "a.sh", f"{FLAGS} {flags}", without={key, "muon-tp-mode"}).config.optimizer.name == "muon"
+    assert (
+        with_flags(tmp_path / "a.txt", f"{FLAGS} {flags}", without={key, "muon-tp-mode"}).config.optimizer.name
+        == "muon"
+    )

@@ -33,26 +33,26 @@ TITAN = samples.TORCHTITAN_PIPELINE
 
 FINAL = [
     (
-        "a.sh",
+        "a.txt",
         LLAMA.replace("pretrain_gpt.py", "examples/multimodal/train.py"),
         "train.py: meshwright has no model with",
     ),
     (
-        "a.sh",
+        "a.txt",
         f"--language-model-type mistral_7b --img-h 336 {FLAGS}",
         "--language-model-type mistral_7b: meshwright has",
     ),
     (
-        "a.sh",
+        "a.txt",
         LLAMA.replace("--swiglu", "--swiglu --num-experts 8"),
         "--num-experts 8: meshwright has no model with mixture",
     ),
     (
-        "a.sh",
+        "a.txt",
         LLAMA.replace("--swiglu", "--swiglu --mtp-num-layers 1").replace("rope", "learned_absolute"),
         "--mtp-num-layers 1: meshwright has no model with multi-token prediction and learned positions",
     ),
-    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --mtp-use-repeated-layer"), "one module of multi-token prediction"),
+    ("a.txt", LLAMA.replace("--swiglu", "--swiglu --mtp-use-repeated-layer"), "one module of multi-token prediction"),
     (
         "a.toml",
         '[model]\nname = "llama3-siglip2"\nflavor = "a"\n',
@@ -76,7 +76,7 @@ def test_another_model_is_never_imported_as_a_llama(
 
 REFUSED = [
     *(
-        ("a.sh", f"--step-batch-size-schedule {value} {FLAGS}", "step-batch-size-schedule", said)
+        ("a.txt", f"--step-batch-size-schedule {value} {FLAGS}", "step-batch-size-schedule", said)
         for value, said in (
             ("'0:2 100K:4 150K:6'", "equal increments after equal numbers of samples, not as 2 from sample 0, 4 from"),
             ("'0:4 100K:2'", "batch.ramp rises by equal increments"),
@@ -87,28 +87,29 @@ REFUSED = [
             ("'0:2 100K:4' --global-batch-size 8", "it contradicts --global-batch-size"),
         )
     ),
-    ("a.sh", f"--rampup-batch-size 2 2 100 {FLAGS}", "rampup-batch-size", "the ramp ends at --global-batch-size"),
-    ("a.sh", f"--rampup-batch-size 2 3 9 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no number of incr"),
-    ("a.sh", f"--rampup-batch-size 2 2 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no start, increment"),
-    ("a.sh", f"--decoupled-lr 5e-4 --decoupled-min-lr 1e-5 {FLAGS}", "decoupled-lr",
+    ("a.txt", f"--rampup-batch-size 2 2 100 {FLAGS}", "rampup-batch-size", "the ramp ends at --global-batch-size"),
+    ("a.txt", f"--rampup-batch-size 2 3 9 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no number of incr"),
+    ("a.txt", f"--rampup-batch-size 2 2 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no start, increment"),
+    ("a.txt", f"--decoupled-lr 5e-4 --decoupled-min-lr 1e-5 {FLAGS}", "decoupled-lr",
      "a factor here, on --lr and --min-lr alike"),
-    ("a.sh", f"--fim-data {FLAGS}", "fim-data", "filling in the middle"),
+    ("a.txt", f"--fim-data {FLAGS}", "fim-data", "filling in the middle"),
     ("run_config.yaml", dumps.BRIDGE.replace("optimizer:\n", "optimizer:\n  decoupled_weight_decay: false\n"),
      "optimizer.decoupled_weight_decay", "the decay is part of the gradient there"),
     ("run_config.yaml", dumps.BRIDGE.replace("optimizer:\n", "optimizer:\n  apply_wd_to_qk_layernorm: true\n"),
      "apply-wd-to-qk-layernorm", "norm"),
-    ("a.sh", f"--sft {FLAGS}", "sft", "conversation"),
-    ("a.sh", f"--optimizer lion {FLAGS}", "optimizer", 'then set optimizer.name = "lion" and its keys'),
-    ("a.sh", f"--optimizer soap {FLAGS}", "optimizer", "no such optimizer here, only adam"),
-    ("a.sh", f"--weight-decay-incr-style cosine {FLAGS}", "weight-decay-incr-style", "the weight decay is constant"),
-    ("a.sh", f"--lr-warmup-init 1e-5 {FLAGS}", "lr-warmup-init", "warm-up starts at 1/warmup_steps"),
-    *(("a.sh", f"--{key} {value} {COSINE}", key, LONG.format(10))
+    ("a.txt", f"--sft {FLAGS}", "sft", "conversation"),
+    ("a.txt", f"--optimizer lion {FLAGS}", "optimizer", 'then set optimizer.name = "lion" and its keys'),
+    ("a.txt", f"--optimizer soap {FLAGS}", "optimizer", "no such optimizer here, only adam"),
+    ("a.txt", f"--weight-decay-incr-style cosine {FLAGS}", "weight-decay-incr-style", "the weight decay is constant"),
+    ("a.txt", f"--lr-warmup-init 1e-5 {FLAGS}", "lr-warmup-init", "warm-up starts at 1/warmup_steps"),
+    *(("a.txt", f"--{key} {value} {COSINE}", key, LONG.format(10))
       for key, value in (("lr-warmup-iters", 11), ("lr-warmup-samples", 30), ("lr-warmup-fraction", 0.5))),
     ("a.yaml", samples.NANOTRON.replace("lr_warmup_steps: 2", "lr_warmup_steps: 1000"),
      "optimizer.learning_rate_scheduler.lr_warmup_steps", LONG.format(15)),
-    ("a.sh", FLAGS.replace("decay-style linear", "decay-style exponential"), "lr-wsd-decay-style", "exponential there"),
-    ("a.sh", FLAGS.replace("WSD", "inverse-square-root"), "lr-decay-style", "no such decay here"),
-    ("a.sh", f"--pretrained-checkpoint /x --finetune {FLAGS}", "pretrained-checkpoint",
+    ("a.txt", FLAGS.replace("decay-style linear", "decay-style exponential"), "lr-wsd-decay-style",
+     "exponential there"),
+    ("a.txt", FLAGS.replace("WSD", "inverse-square-root"), "lr-decay-style", "no such decay here"),
+    ("a.txt", f"--pretrained-checkpoint /x --finetune {FLAGS}", "pretrained-checkpoint",
      "would start from random weights"),
     ("a.yaml", STAGES.replace("start_training_step: 10", "start_training_step: 1"), "data_stages", "here: 1, 1"),
     ("a.yaml", samples.NANOTRON.replace("cosine", "1-sqrt"), "optimizer.learning_rate_scheduler.lr_decay_style",
@@ -116,8 +117,8 @@ REFUSED = [
     ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    path: /w"), "model.init_method.path", "random weights"),
     ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    use_mup: true"), "model.init_method.use_mup",
      "spectral muP draws each matrix"),
-    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --use-mup --mtp-num-layers 1"), "use-mup", "modules of multi-token"),
-    *(("a.sh", f"--use-mup --optimizer {name} --muon-extra-scale-factor 0.2 {FLAGS}", "use-mup", "muP here is AdamW's")
+    ("a.txt", LLAMA.replace("--swiglu", "--swiglu --use-mup --mtp-num-layers 1"), "use-mup", "modules of multi-token"),
+    *(("a.txt", f"--use-mup --optimizer {name} --muon-extra-scale-factor 0.2 {FLAGS}", "use-mup", "muP here is AdamW's")
       for name in ("sgd", "muon")),
     ("a.yaml", samples.NANOTRON.replace("resume_checkpoint_path: null", "resume_checkpoint_path: /w"),
      "checkpoints.resume_checkpoint_path", "would start from random weights"),
@@ -149,7 +150,7 @@ def test_a_recipe_without_a_counterpart_is_refused_by_name(
 
 
 def test_a_warm_up_as_long_as_the_run_is_imported(tmp_path: Path) -> None:
-    path, yaml = tmp_path / "a.sh", tmp_path / "a.yaml"
+    path, yaml = tmp_path / "a.txt", tmp_path / "a.yaml"
     path.write_text(f"--lr-warmup-iters 10 {COSINE}")
     assert convert_file(path).config.optimizer.warmup_steps == 10
     constant = samples.NANOTRON.replace("lr_warmup_steps: 2", "lr_warmup_steps: 1000")
@@ -158,7 +159,7 @@ def test_a_warm_up_as_long_as_the_run_is_imported(tmp_path: Path) -> None:
 
 
 def test_all_of_them_are_named_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "a.sh"
+    path = tmp_path / "a.txt"
     path.write_text(f"--rampup-batch-size 2 2 100 --sft --optimizer lion {FLAGS}")
     with pytest.raises(ConfigError, check=has_code("MW-INTEROP-089")) as caught:
         convert_file(path)
@@ -166,7 +167,7 @@ def test_all_of_them_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_what_changes_no_number_is_a_note(tmp_path: Path) -> None:
-    path = tmp_path / "a.sh"
+    path = tmp_path / "a.txt"
     path.write_text(
         f"--overlap-grad-reduce --tensorboard-dir x --mup-base-hidden-size 8 --moe-router-topk 2 "
         f"--rotary-seq-len-interpolation-factor 1 {FLAGS}"
@@ -179,7 +180,7 @@ def test_what_changes_no_number_is_a_note(tmp_path: Path) -> None:
 
 
 def test_with_a_model_of_ones_own_its_features_are_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "a.sh"
+    path = tmp_path / "a.txt"
     path.write_text(LLAMA.replace("pretrain_gpt.py", "examples/multimodal/train.py"))
     assert convert_file(path, overrides=["--model.builder=mine:build"]).config.model.builder == "mine:build"
 

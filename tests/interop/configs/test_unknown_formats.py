@@ -1,4 +1,4 @@
-"""Documents and scripts of other programs: named if known, else unknown; no suffix makes them a supported format."""
+"""Documents and flags of other programs: named if known, else unknown; no suffix makes them a supported format."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ def test_keys_in_the_message_are_few_and_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("accelerate launch train.py --model_name_or_path a/b --bf16\n", "that starts train.py by accelerate"),
-        ("NCCL_DEBUG=INFO deepspeed --num_gpus 8 run.py --deepspeed ds.json\n", "that starts run.py by DeepSpeed"),
+        ("accelerate launch train.py --model_name_or_path a/b --bf16\n", "the flags of train.py are not"),
+        ("NCCL_DEBUG=INFO deepspeed --num_gpus 8 run.py --deepspeed ds.json\n", "the flags of run.py are not"),
         (
             "python train_gpt2.py --input_bin 'a*.bin' --batch_size 64 --num_iterations 9\n",
-            "starts train_gpt2.py, whose",
+            "the flags of train_gpt2.py are not",
         ),
         ("--learning-rate 3 --epochs 2\n", "--learning-rate, --epochs"),
     ],
 )
-def test_a_script_of_another_program_is_no_megatron(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "a.sh"
+def test_flags_of_another_program_are_not_megatrons(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "a.txt"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--from megatron", check=has_code("MW-INTEROP-143")) as caught:
         convert_file(path)
@@ -138,10 +138,10 @@ def test_the_users_word_counts_where_the_keys_do_not_tell(tmp_path: Path) -> Non
         convert_file(path)
     with pytest.raises(ConfigError, match="is_llama_config and is_qwen2_config"):
         convert_file(path, "nanotron")
-    script = tmp_path / "a.sh"
-    script.write_text("torchrun train.py --bf16\n")
-    with pytest.raises(ConfigError, match=r"a.sh:1: train.py: meshwright has no model"):
-        convert_file(script, "megatron")
+    flags = tmp_path / "a.txt"
+    flags.write_text("torchrun train.py --bf16\n")
+    with pytest.raises(ConfigError, match=r"a.txt:1: train.py: meshwright has no model"):
+        convert_file(flags, "megatron")
 
 
 @pytest.mark.parametrize("left_out", ["general", "logging", "tokenizer", "data_stages", "checkpoints", "model"])

@@ -21,17 +21,15 @@ def import_config(added: Added) -> None:
         "import",
         "meshwright_interop.commands.configs:import_config",
         "convert a configuration of torchtitan, nanotron, Megatron-LM or -Bridge",
-        "Reads torchtitan's TOML and JSON, nanotron's YAML, Megatron-Bridge's run_config.yaml, Megatron-LM's flags, "
-        "plain, in a model_config.yaml, or in a shell script (which is not run). Prints all decisions, each value that "
-        "is left to be set, and each key that was not carried over, with the reason. A key that changes the training "
-        "and has no counterpart is an error. meshwright's keys on the command line win over the file. Without --out "
-        "the file goes to stdout.",
+        "Reads torchtitan's TOML and JSON, nanotron's YAML, Megatron-Bridge's run_config.yaml, Megatron-LM's flags "
+        "in a model_config.yaml or a text file: a list, or a printed command line. Prints all decisions, each value "
+        "that is left to be set, and each key that was not carried over, with the reason. A key that changes the "
+        "training and has no counterpart is an error. meshwright's keys on the command line win over the file. Without "
+        "--out the file goes to stdout.",
         "meshwright config import llama3_8b.toml --from torchtitan --ranks 64 --out configs/imported.toml",
         takes_overrides=True,
     )
-    imported.add_argument(
-        "file", metavar="FILE", type=Path, help="a .toml, .json or .yaml, or a script or list of flags"
-    )
+    imported.add_argument("file", metavar="FILE", type=Path, help="a .toml, .json or .yaml, or a text file with flags")
     imported.add_argument(
         "--from",
         choices=("torchtitan", "nanotron", "megatron", "bridge"),

@@ -10,15 +10,15 @@ from meshwright.config import RunConfig, given_keys, load_saved, resolve
 from meshwright.config.keys import SECTIONS
 from meshwright.errors import ConfigError
 from meshwright_interop.configs import bridge, megatron, nanotron, torchtitan, torchtitan_dump
+from meshwright_interop.configs.flags import read_flags
 from meshwright_interop.configs.readers import items_of, read_document, read_text
-from meshwright_interop.configs.recognise import OWN, SUPPORTED, check_script, recognise, unknown_format
-from meshwright_interop.configs.shell import read_script
+from meshwright_interop.configs.recognise import OWN, SUPPORTED, check_flags, recognise, unknown_format
 from meshwright_interop.configs.source_keys import DroppedKey, SourceKey
 from meshwright_interop.configs.torchtitan_keys import MOVED
 from meshwright_interop.configs.translation import Translation
 
 DOCUMENTS = (".toml", ".json", ".yaml", ".yml")
-"""Suffixes of files with sections; all others are read as a script, or a list of flags."""
+"""Suffixes of files with sections; all others are read as flags."""
 TRANSLATE: dict[str, Callable[[Translation, int | None], None]] = {
     "torchtitan": torchtitan.translate,
     "nanotron": nanotron.translate,
@@ -134,9 +134,9 @@ def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]
         )
     text = read_text(path)
     if path.suffix not in DOCUMENTS and framework in (None, "megatron"):
-        items = read_script(path, text)
+        items = read_flags(path, text)
         if framework is None:
-            check_script(path, text, items)
+            check_flags(path, items)
         return "megatron", items
     document, lines = read_document(path, text)
     framework = _framework_of(path, document, framework)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.errors import ConfigError
 from meshwright.system.numbers import MAX_RANKS, whole_number
+from meshwright_interop.configs.flags import LAUNCHER
 from meshwright_interop.configs.megatron_batch import batch
 from meshwright_interop.configs.megatron_data import data
-from meshwright_interop.configs.megatron_keys import FEEDS, REFUSED, REST
+from meshwright_interop.configs.megatron_keys import REFUSED, REST
 from meshwright_interop.configs.megatron_model import MAX_LAYERS, model
 from meshwright_interop.configs.megatron_mup import OWN_MUP
 from meshwright_interop.configs.megatron_optimizer import learning_rate, optimizer
-from meshwright_interop.configs.shell import LAUNCHER
 from meshwright_interop.configs.source_keys import DropReason, DropRule, SourceKey, is_off
 from meshwright_interop.configs.translation import Translation
 
@@ -45,7 +45,7 @@ def translate(translation: Translation, ranks: int | None, more: Sequence[DropRu
 
     Args:
         translation: the flags; receives the meshwright keys.
-        ranks: number of ranks of the whole job; None: as many as the launcher in the script starts.
+        ranks: number of ranks of the whole job; None: as many as the launcher in the file starts.
         more: rows for keys without a translation, before those of Megatron-LM.
 
     Raises:
@@ -65,21 +65,11 @@ def translate(translation: Translation, ranks: int | None, more: Sequence[DropRu
     if translation.own_model and translation.boolean("use-mup"):
         translation.refuse("use-mup", OWN_MUP)
         translation.skip("mup-*")
-    _leave_open(translation)
     translation.drop_rest((*more, *REST))
 
 
-def _leave_open(translation: Translation) -> None:
-    """Leave open the meshwright keys that follow from flags whose value is an undefined shell variable."""
-    for name in translation.unset:
-        key, reason = FEEDS.get(name), translation.why_missing(name)
-        if key is not None and not (translation.own_model and key.startswith("model.")):
-            translation.leave_open(key, translation.tree.get(key), reason)
-        translation.drop(name, DropReason.BY_HAND, f"{f'{key}: ' if key else ''}the file does not define this variable")
-
-
 def _ranks(translation: Translation) -> int | None:
-    """Return the number of ranks, nproc_per_node x nnodes (default 1 node); None if the script does not fix both."""
+    """Return the number of ranks, nproc_per_node x nnodes (default 1 node); None if the file does not fix both."""
     per_node = translation.value(f"{LAUNCHER}nproc-per-node")
     nodes = translation.value(f"{LAUNCHER}nnodes", None)
     num_per_node = whole_number(str(per_node), high=MAX_RANKS)
@@ -87,7 +77,7 @@ def _ranks(translation: Translation) -> int | None:
     return None if num_per_node is None or num_nodes is None else num_per_node * num_nodes
 
 
-def _layout(translation: Translation, size: int | None, num_layers: int | None) -> None:
+def _layout(translation: Translation, size: int | None, num_layers: int) -> None:
     tp, pp = translation.count("tensor-model-parallel-size", 1), translation.count("pipeline-model-parallel-size", 1)
     cp = translation.optional_count("context-parallel-size") or 1
     exchange = translation.value("cp-comm-type", None)
@@ -98,11 +88,11 @@ def _layout(translation: Translation, size: int | None, num_layers: int | None) 
     translation.put("parallel.pp", pp)
     dp: int | None = None
     replica = tp * pp * cp
-    if size is None or {"tensor-model-parallel-size", "pipeline-model-parallel-size"} & translation.unset.keys():
+    if size is None:
         translation.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
     elif not size or size % replica:
         translation.decide(
-            f'parallel.dp = "auto": the script starts {size} ranks, not a multiple of {replica}, the size of a '
+            f'parallel.dp = "auto": the launcher starts {size} ranks, not a multiple of {replica}, the size of a '
             f"replica; --ranks N fixes it"
         )
     else:
@@ -112,10 +102,6 @@ def _layout(translation: Translation, size: int | None, num_layers: int | None) 
     if translation.boolean("sequence-parallel"):
         if tp > 1:
             translation.put("parallel.sequence", True)
-        elif "tensor-model-parallel-size" in translation.unset:
-            translation.drop(
-                "sequence-parallel", DropReason.BY_HAND, "parallel.sequence = true, with parallel.tp above 1"
-            )
         else:
             translation.drop("sequence-parallel", DropReason.NEEDLESS, "tp is 1")
     _zero(translation, dp)
@@ -157,10 +143,10 @@ def _zero(translation: Translation, dp: int | None) -> None:
         translation.put("parallel.bucket_bytes", 4 * bucket, f"{bucket:,} float32 elements")
 
 
-def _stages(translation: Translation, pp: int, num_layers: int | None) -> None:
+def _stages(translation: Translation, pp: int, num_layers: int) -> None:
     per_stage = translation.optional_count("num-layers-per-virtual-pipeline-stage")
     virtual = translation.optional_count("num-virtual-stages-per-pipeline-rank")
-    if per_stage is not None and num_layers is not None:
+    if per_stage is not None:
         virtual, rest = divmod(num_layers, pp * per_stage)
         if rest or not virtual:
             raise ConfigError(
@@ -175,9 +161,9 @@ def _stages(translation: Translation, pp: int, num_layers: int | None) -> None:
     if first is None and last is None:
         return
     between = pp - (first is not None) - (last is not None)
-    others, rest = divmod((num_layers or 0) - (first or 0) - (last or 0), max(1, between))
+    others, rest = divmod(num_layers - (first or 0) - (last or 0), max(1, between))
     fits = not rest and (others >= 1 if between else others == 0)
-    if virtual not in (None, 1) or num_layers is None or pp == 1 or not fits:
+    if virtual not in (None, 1) or pp == 1 or not fits:
         for end in ("first", "last"):
             translation.drop(
                 f"decoder-{end}-pipeline-num-layers", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"
@@ -189,7 +175,7 @@ def _stages(translation: Translation, pp: int, num_layers: int | None) -> None:
     translation.put("pipeline.balance", layers, "the embedding counts in the first stage, norm and head in the last")
 
 
-def _recompute(translation: Translation, num_layers: int | None) -> None:
+def _recompute(translation: Translation, num_layers: int) -> None:
     granularity = translation.text("recompute-granularity")
     if translation.boolean("recompute-activations") or translation.boolean("checkpoint-activations"):
         granularity = granularity or ("full" if translation.has("checkpoint-activations") else "selective")
@@ -209,7 +195,7 @@ def _recompute(translation: Translation, num_layers: int | None) -> None:
         )
     elif method == "block" and number is not None:
         num_stages = translation.tree["parallel.pp"] * translation.tree.get("pipeline.interleave", 1)
-        if num_layers is None or num_layers % num_stages or "pipeline.balance" in translation.tree:
+        if num_layers % num_stages or "pipeline.balance" in translation.tree:
             translation.drop(
                 "recompute-num-layers", DropReason.BY_HAND, "pipeline.recompute_layers, name patterns such as block1?"
             )
@@ -229,7 +215,7 @@ def _services(translation: Translation) -> None:
         translation.put("checkpoint.asynchronous", translation.boolean("async-save"))
     minutes = translation.number("distributed-timeout-minutes")
     translation.put("launch.timeout_s", None if minutes is None else 60 * minutes)
-    project, name = translation.text("wandb-project"), translation.text("wandb-exp-name")
+    project, name = translation.label("wandb-project"), translation.label("wandb-exp-name")
     if project:
         translation.put("tracking.project", project)
         translation.put("tracking.wandb", "auto")

@@ -35,8 +35,6 @@ def batch(translation: Translation) -> int | None:
         translation.refuse(RAMP, "the ramp ends at --global-batch-size, which is missing")
     translation.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
     dp = translation.tree.get("parallel.dp")
-    if {"global-batch-size", "micro-batch-size"} & translation.unset.keys():
-        return None
     return micro * dp if isinstance(dp, int) else None
 
 

@@ -15,9 +15,7 @@ def data(translation: Translation) -> None:
         ConfigError: the file has no ``--seq-length``.
     """
     length = translation.optional_count("seq-length") or translation.optional_count("encoder-seq-length")
-    if length is None and "seq-length" in translation.unset:
-        translation.leave_open("data.sequence_length", 1024, translation.why_missing("seq-length"))
-    elif length is None:
+    if length is None:
         raise ConfigError(
             "MW-INTEROP-007",
             "the file has no --seq-length, which Megatron-LM requires: give a file with all flags of the run",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright_interop.configs.shell import LAUNCHER
+from meshwright_interop.configs.flags import LAUNCHER
 from meshwright_interop.configs.source_keys import (
     BALANCE,
     FLOAT8,
@@ -33,8 +33,6 @@ NEEDLESS = """
 """Patterns of flags that affect only the speed or the logging of Megatron-LM: nothing is lost without them."""
 REST = (
     DropRule(f"{LAUNCHER}*", DropReason.NEEDLESS),
-    DropRule("skipped.*", DropReason.BY_HAND, "inside a branch, loop or function of the script that is not evaluated"),
-    DropRule("undefined.*", DropReason.BY_HAND, "the file does not define this variable, nor the flags in it"),
     DropRule("fp8* first-last-layers-bf16 num-layers-at-*-in-bf16", DropReason.BY_HAND, FLOAT8),
     DropRule("fp4*", DropReason.NONE, "no float4"),
     DropRule("make-vocab-size-divisible-by", DropReason.DIFFERS, "padded rows take no part in the softmax here"),
@@ -96,48 +94,3 @@ REFUSED = {
     "phase-transition-iterations": "one corpus for the whole run here",
 }
 """Flags that change the training and have no counterpart -> the reason to refuse them."""
-
-FEEDS = {
-    "num-layers": "model.options.num_layers",
-    "hidden-size": "model.options.hidden_size",
-    "ffn-hidden-size": "model.options.ffn_size",
-    "num-attention-heads": "model.options.num_heads",
-    "num-query-groups": "model.options.num_kv_heads",
-    "kv-channels": "model.options.head_dim",
-    "mup-base-hidden-size": "model.options.mup_base_size",
-    "mup-base-head-dim": "model.options.mup_base_head_dim",
-    "mup-attn-scale-power": "model.options.mup_base_head_dim",
-    "mup-embedding-mult": "model.options.mup_embedding_multiplier",
-    "mup-output-mult": "model.options.mup_output_multiplier",
-    "max-position-embeddings": "model.options.max_sequence_length",
-    "norm-epsilon": "model.options.norm_eps",
-    "rotary-base": "model.options.rope_theta",
-    "mtp-num-layers": "model.options.mtp_layers",
-    "mtp-loss-scaling-factor": "model.options.mtp_loss_weight",
-    "hidden-dropout": "model.options.dropout",
-    "seq-length": "data.sequence_length",
-    "lr": "optimizer.learning_rate",
-    "vocab-size": "model.options.vocab_size",
-    "train-samples": "train.steps",
-    "train-iters": "train.steps",
-    "micro-batch-size": "batch.micro_batch_size",
-    "global-batch-size": "batch.chunks",
-    "tensor-model-parallel-size": "parallel.tp",
-    "pipeline-model-parallel-size": "parallel.pp",
-    "lr-decay-style": "optimizer.schedule",
-    "lr-decay-iters": "optimizer.decay_until",
-    "lr-decay-samples": "optimizer.decay_until",
-    "lr-wsd-decay-iters": "optimizer.decay_steps",
-    "lr-warmup-iters": "optimizer.warmup_steps",
-    "lr-warmup-samples": "optimizer.warmup_steps",
-    "lr-warmup-fraction": "optimizer.warmup_steps",
-    "min-lr": "optimizer.min_learning_rate",
-    "weight-decay": "optimizer.weight_decay",
-    "clip-grad": "optimizer.clip_norm",
-    "adam-beta1": "optimizer.betas",
-    "adam-beta2": "optimizer.betas",
-    "adam-eps": "optimizer.eps",
-    "optimizer": "optimizer.name",
-    "seed": "run.seed",
-}
-"""Flag -> the meshwright key that follows from it, and is left open while the flag's value is an undefined variable."""

@@ -17,8 +17,8 @@ VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary sizes of tokenizers that have only one version."""
 
 
-def model(translation: Translation) -> int | None:
-    """Translate the model to ``model.builder`` and its options, and return the number of layers; None: not known.
+def model(translation: Translation) -> int:
+    """Translate the model to ``model.builder`` and its options, and return the number of layers.
 
     Raises:
         ConfigError: meshwright has no such model; names the flag.
@@ -62,20 +62,7 @@ def model(translation: Translation) -> int | None:
     mup(translation, hidden, heads)
     if form.is_rotary:
         _positions(translation)
-    _follow_unset(translation, is_llama=is_llama)
-    return None if "num-layers" in translation.unset else layers
-
-
-def _follow_unset(translation: Translation, *, is_llama: bool) -> None:
-    """Leave open the options whose default follows from a flag with an undefined variable."""
-    follows = {
-        "hidden-size": ("ffn-hidden-size", "ffn_size"),
-        "seq-length": ("max-position-embeddings", "max_sequence_length"),
-        **({"num-attention-heads": ("num-query-groups", "num_kv_heads")} if is_llama else {}),
-    }
-    for flag, (own, option) in follows.items():
-        if flag in translation.unset and not translation.has(own):
-            translation.leave_open(f"model.options.{option}", 1, translation.why_missing(flag))
+    return layers
 
 
 def _attention(translation: Translation, hidden: int, heads: int) -> None:

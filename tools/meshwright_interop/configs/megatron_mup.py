@@ -11,8 +11,6 @@ import math
 
 from meshwright_interop.configs.translation import Translation
 
-SIZES = ("hidden-size", "num-attention-heads", "kv-channels")
-FLAGS = ("mup-base-hidden-size", "mup-output-mult", "mup-base-head-dim", "mup-attn-scale-power", "softmax-scale")
 SMALLEST = 1e-9
 OTHER = "with {} it scales other rates there; muP here is AdamW's"
 MTP = "modules of multi-token prediction have no muP here"
@@ -20,7 +18,7 @@ OWN_MUP = "a model of your own declares its learning-rate factors itself, as its
 
 
 def mup(translation: Translation, hidden: int, heads: int) -> None:
-    """Translate muP, if the file sets it. ``hidden``, ``heads``: the file's, or stand-ins for undefined variables."""
+    """Translate muP, if the file sets it. ``hidden``, ``heads``: the hidden size and the number of heads."""
     if not translation.boolean("use-mup"):
         translation.skip("mup-*")  # without effect
         return
@@ -35,26 +33,14 @@ def mup(translation: Translation, hidden: int, heads: int) -> None:
     output = translation.number("mup-output-mult", 1.0, minimum=SMALLEST)
     embedding = translation.number("mup-embedding-mult", 1.0, minimum=SMALLEST)
     assert output is not None
-    unset = next((name for name in (*SIZES, *FLAGS) if name in translation.unset), None)
-    if unset is not None:
-        translation.leave_open("model.options.mup_base_size", base, translation.why_missing(unset))
-        translation.leave_open("model.options.mup_base_head_dim", base_head_dim, translation.why_missing(unset))
-        translation.leave_open("model.options.mup_output_multiplier", 1.0, translation.why_missing(unset))
-    else:
-        translation.put("model.options.mup_base_size", base, "--use-mup")
-        is_usual = math.isclose(base_head_dim, head_dim, rel_tol=1e-9)
-        why = f"attention scores q k sqrt({base_head_dim:g}) / {head_dim}"
-        translation.put("model.options.mup_base_head_dim", None if is_usual else base_head_dim, why)
-        factor = output * hidden / base
-        is_usual = output == 1 or math.isclose(factor, 1, rel_tol=1e-9)  # 1 stands for 1/m there
-        translation.put(
-            "model.options.mup_output_multiplier", None if is_usual else factor, "--mup-output-mult times m"
-        )
+    translation.put("model.options.mup_base_size", base, "--use-mup")
+    is_usual = math.isclose(base_head_dim, head_dim, rel_tol=1e-9)
+    why = f"attention scores q k sqrt({base_head_dim:g}) / {head_dim}"
+    translation.put("model.options.mup_base_head_dim", None if is_usual else base_head_dim, why)
+    factor = output * hidden / base
+    is_usual = output == 1 or math.isclose(factor, 1, rel_tol=1e-9)  # 1 stands for 1/m there
+    translation.put("model.options.mup_output_multiplier", None if is_usual else factor, "--mup-output-mult times m")
     translation.put("model.options.mup_embedding_multiplier", None if embedding == 1 else embedding)
-    if "mup-embedding-mult" in translation.unset:
-        translation.leave_open(
-            "model.options.mup_embedding_multiplier", 1.0, translation.why_missing("mup-embedding-mult")
-        )
     translation.skip("mup-*")
 
 

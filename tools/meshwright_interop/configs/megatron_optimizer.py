@@ -21,9 +21,6 @@ def learning_rate(translation: Translation, samples: int | None) -> float | None
         iterations = translation.number(f"{name}-iters")
         by_samples = translation.number(f"{name}-samples", minimum=0)
         if iterations is None and by_samples is not None:
-            if samples is None and translation.unset:
-                translation.unset.setdefault(f"{name}-samples", f"{by_samples:.0f}, with a global batch")
-                return None
             if samples is None:
                 raise ConfigError(
                     "MW-INTEROP-006",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from meshwright_interop.configs.shell import PROGRAM
-from meshwright_interop.configs.source_keys import DropReason, DropRule, is_off, is_variable
+from meshwright_interop.configs.flags import PROGRAM
+from meshwright_interop.configs.source_keys import DropReason, DropRule, is_off
 from meshwright_interop.configs.translation import Translation
 
 OTHER = {
@@ -53,7 +53,7 @@ def refuse_others(translation: Translation) -> None:
     """Refuse the flags of models that no builder here makes: experts, vision and audio, layers of several kinds.
 
     Raises:
-        ConfigError: the script starts the training of another model.
+        ConfigError: the flags are those of another model.
     """
     program = translation.items.get(PROGRAM)
     several = DropRule(MULTIMODAL, DropReason.NONE)
@@ -68,7 +68,7 @@ def refuse_others(translation: Translation) -> None:
         raise translation.unsupported_model(bert, "the training of BERT")
     name = "" if program is None else program.key.rpartition("/")[2]
     is_other = GPT_PROGRAM.fullmatch(name) is None or OTHER_PROGRAM.search(name) is not None
-    if name and is_other and not is_variable(name):
+    if name and is_other:
         raise translation.unsupported_model(
             PROGRAM, f"the architecture of {name} (only pretrain_gpt.py is read), whose code may override the flags"
         )

@@ -1,4 +1,4 @@
-"""Detection of the framework that a YAML, JSON or TOML document or a script belongs to.
+"""Detection of the framework that a YAML, JSON or TOML document or a list of flags belongs to.
 
 A document is one of the supported formats by its signature (signatures.py), one of ``FOREIGN`` by the keys listed here,
 or unknown: an error in both of the latter cases, with the next move. No suffix is taken for a format.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.terminal.output import abridge
-from meshwright_interop.configs.shell import LAUNCHER, PROGRAM
+from meshwright_interop.configs.flags import LAUNCHER, PROGRAM
 from meshwright_interop.configs.signatures import (
     NANOTRON,
     TORCHTITAN,
@@ -36,7 +36,7 @@ class Foreign(NamedTuple):
 
 SUPPORTED = (
     "torchtitan's TOML and JSON, nanotron's YAML, Megatron-Bridge's run_config.yaml, and Megatron-LM's flags in a "
-    "model_config.yaml, a script or a list are read"
+    "model_config.yaml or a text file are read"
 )
 OWN = "write a configuration of meshwright (`meshwright init`, or a copy of configs/demo.toml)"
 HF_DIR = (
@@ -231,18 +231,6 @@ MAX_KEY = 40
 """Upper limit of the characters of one key in a message."""
 
 
-LAUNCHERS = {
-    "accelerate": "accelerate",
-    "axolotl": "axolotl",
-    "composer": "llm-foundry (composer)",
-    "deepspeed": "DeepSpeed",
-    "litgpt": "litgpt",
-    "llamafactory-cli": "LLaMA-Factory",
-    "tune": "torchtune",
-}
-"""Program that starts a training -> the framework whose script it is."""
-
-
 def recognise(path: Path, document: Document) -> str | None:
     """Return the framework of a document by its keys: a key of ``convert.TRANSLATE``; None: unknown.
 
@@ -273,30 +261,20 @@ def unknown_format(path: Path, document: Document) -> ConfigError:
     )
 
 
-def check_script(path: Path, text: str, items: Mapping[str, SourceKey]) -> None:
-    """Check that the flags of a script (:func:`shell.read_script`) are Megatron-LM's.
+def check_flags(path: Path, items: Mapping[str, SourceKey]) -> None:
+    """Check that the flags of a text file (:func:`flags.read_flags`) are Megatron-LM's.
 
     Raises:
-        ConfigError: a script of another program.
+        ConfigError: flags of another program.
     """
-    flags = [name for name in items if not name.startswith((LAUNCHER, "undefined."))]
+    flags = [name for name in items if not name.startswith(LAUNCHER)]
     name = items[PROGRAM].key.rpartition("/")[2][:MAX_KEY] if PROGRAM in items else ""
     if not flags or name.startswith("pretrain_") or has_megatron_flags(flags):
         return
-    started = f" that starts {name}" if name else ""
-    launcher = f" by {LAUNCHERS[word]}" if (word := _first_launcher(text)) else ""
+    of_program = f" of {name}" if name else ""
     raise ConfigError(
         "MW-INTEROP-143",
-        f"{path}: a script{started}{launcher}, whose flags are not Megatron-LM's "
-        f"({abridge([items[flag].key[:MAX_KEY] for flag in flags])}): {SUPPORTED}. If it is Megatron-LM's, add --from "
-        f"megatron; else {OWN}",
+        f"{path}: the flags{of_program} are not Megatron-LM's "
+        f"({abridge([items[flag].key[:MAX_KEY] for flag in flags])}): {SUPPORTED}. If they are Megatron-LM's, add "
+        f"--from megatron; else {OWN}",
     )
-
-
-def _first_launcher(text: str) -> str | None:
-    """Return the first command of a script that is in ``LAUNCHERS``; assignments may precede it in its line."""
-    for line in text.splitlines():
-        command = next((word for word in line.split() if "=" not in word), "")
-        if command in LAUNCHERS:
-            return command
-    return None

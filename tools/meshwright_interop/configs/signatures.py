@@ -115,9 +115,8 @@ REQUIRED_FLAGS = {"num-layers", "hidden-size", "num-attention-heads"}
 
 
 def has_megatron_flags(keys: Collection[str]) -> bool:
-    """Return True if flags without their dashes are Megatron-LM's; those in skipped branches count too."""
-    plain = {key.removeprefix("skipped.").lstrip("-").replace("_", "-").partition("=")[0] for key in keys}
-    return plain >= REQUIRED_FLAGS or len(plain & set(MEGATRON_FLAGS.split())) >= MIN_MEGATRON_FLAGS
+    """Return True if flags without their dashes are Megatron-LM's."""
+    return {*keys} >= REQUIRED_FLAGS or len(set(MEGATRON_FLAGS.split()) & {*keys}) >= MIN_MEGATRON_FLAGS
 
 
 def is_bridge(document: Document) -> bool:

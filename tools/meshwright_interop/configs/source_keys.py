@@ -100,5 +100,5 @@ def is_off(value: Any) -> bool:
 
 
 def is_variable(value: Any) -> bool:
-    """Return True for text with a shell variable, or a command, that the file leaves open."""
+    """Return True for text with a variable, such as ``${DATA_PATH}``, that the file does not define."""
     return isinstance(value, str) and ("$" in value or "`" in value)

@@ -54,8 +54,6 @@ class Translation:
         self.guessed: dict[str, str] = {}
         """Dotted meshwright key with a guessed value -> the reason."""
         self.refused: list[ConfigError] = []
-        self.unset: dict[str, str] = {}
-        """Key of the file whose value is a variable that a script does not define -> the variable."""
 
     # -- keys of the file
 
@@ -86,7 +84,7 @@ class Translation:
 
     def number(self, name: str, default: float | None = None, *, minimum: float = -math.inf) -> float | None:
         """Return a finite number from ``minimum`` up, also from text, since YAML 1.1 reads ``3e-4`` as text."""
-        raw = self._known(name, default)
+        raw = self.value(name, default)
         if raw is None:
             return None
         if isinstance(raw, bool) or (isinstance(raw, str) and not raw.isascii()):
@@ -110,40 +108,34 @@ class Translation:
         return raw
 
     def optional_count(self, name: str) -> int | None:
-        """Return a whole number from 1 up; None if the file has none, or an undefined variable."""
-        if not self.has(name) or self.integer(name) is None:
-            return None
-        return self.count(name, 1)
+        """Return a whole number from 1 up; None if the file has none."""
+        return self.count(name, 1) if self.has(name) else None
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """Return a boolean; a flag without a value is true."""
         raw = self.value(name, default)
-        if isinstance(raw, str) and (raw.lower() in ("true", "false") or raw.startswith("$")):
+        if isinstance(raw, str) and raw.lower() in ("true", "false"):
             return raw.lower() != "false"
         if not isinstance(raw, bool):
             raise self._wrong(name, "true or false")
         return raw
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """Return text; numbers are converted to text. An undefined variable counts as missing."""
-        raw = self._known(name, default)
-        if isinstance(raw, dict | list | bool):
-            raise self._wrong(name, "text")
+        """Return text; numbers are converted to text."""
+        raw = self.value(name, default)
+        if isinstance(raw, dict | list | bool) or is_variable(raw):
+            raise self._wrong(name, "plain text")
         return None if raw is None else str(raw)
 
-    def _known(self, name: str, default: Any) -> Any:
-        """Return the value, or the default in place of an undefined variable, which is recorded in ``unset``."""
-        raw = self.value(name, default)
-        if not is_variable(raw) or name not in self.items:
-            return raw
-        self.unset[name] = raw
-        return default
+    def label(self, name: str) -> str | None:
+        """Return text that changes no number, such as the name of a run; a variable is left to be set by hand."""
+        if name in self.items and is_variable(self.items[name].value):
+            self.drop(name, DropReason.BY_HAND, "the file does not define this variable")
+            return None
+        return self.text(name)
 
     def why_missing(self, *names: str) -> str:
-        """Return the reason why none of the keys gives a value: an undefined variable, or a file without them."""
-        name = next((name for name in names if name in self.unset), None)
-        if name is not None:
-            return f"{self.items[name].key} is {self.unset[name]}, which the file does not define"
+        """Return the reason why none of the keys gives a value: a file without them."""
         dashes = "--" if self.framework.startswith("Megatron") else ""
         return f"the file has no {' or '.join(dashes + name for name in names)}"
 
