@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+
 TORCHTITAN = """\
 # a preset for 64 GPUs
 
@@ -106,6 +109,8 @@ steps = 5
 [debug]
 seed = 7
 """
+
+TORCHTITAN_JSON = json.dumps(tomllib.loads(TORCHTITAN_PIPELINE), indent=2)
 
 TORCHTITAN_2024 = """\
 [job]

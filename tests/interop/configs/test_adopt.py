@@ -408,7 +408,7 @@ def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.py", "x = 1", "a.py: a Python file: torchtitan's config_registry"),
+        ("a.py", "x = 1", "a.py: a Python file: a configuration in Python"),
         ("a.toml", "[run]\nname = 'x'\n[batch]\nchunks = 1\n", "already a configuration of meshwright"),
         ("a.toml", "[model\n", "a.toml: not valid TOML"),
         ("a.toml", "", "contains no key: give another file; torchtitan's TOML"),

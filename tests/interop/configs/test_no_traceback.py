@@ -17,7 +17,8 @@ from meshwright_interop.configs.flags import read_flags
 from tests.interop.configs import dumps, samples
 
 WORDS = """--bf16 if then else elif fi for while do done case esac function { } ( ) [ ] [[ ]] == != -z -n || && ; ;; |
-    > < & $ ${ } $(( )) $( ` ' " \\ = += A A= A=( A+=( B ${A} ${A[@]} ${A:-b} $A $1 $@ --x --y=1 1 2 x.py torchrun eval #"""
+    > < & $ ${ } $(( )) $( ` ' " \\ = += A A= A=( A+=( B ${A} ${A[@]} ${A:-b} $A $1 $@ --x --y=1 1 2 x.py torchrun eval
+    #"""
 PIECES = st.sampled_from([*WORDS.split(), "\n", "\n"])
 VALUES = [
     "0",
@@ -77,7 +78,7 @@ def test_any_words(text: str) -> None:
         ("a.txt", samples.MEGATRON_GPT),
         ("a.txt", samples.MEGATRON_LLAMA),
         ("a.txt", samples.MEGATRON_FLAGS),
-        ("a.json", dumps.text(dumps.torchtitan())),
+        ("a.json", samples.TORCHTITAN_JSON),
         ("run_config.yaml", dumps.BRIDGE),
         ("model_config.yaml", dumps.MODEL_CONFIG),
     ],

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from meshwright.config import RunConfig, given_keys, load_saved, resolve
 from meshwright.config.keys import SECTIONS
 from meshwright.errors import ConfigError
-from meshwright_interop.configs import bridge, megatron, nanotron, torchtitan, torchtitan_dump
+from meshwright_interop.configs import bridge, megatron, nanotron, torchtitan
 from meshwright_interop.configs.flags import read_flags
 from meshwright_interop.configs.readers import items_of, read_document, read_text
-from meshwright_interop.configs.recognise import OWN, SUPPORTED, check_flags, recognise, unknown_format
+from meshwright_interop.configs.recognise import JOB_CONFIG, OWN, SUPPORTED, check_flags, recognise, unknown_format
 from meshwright_interop.configs.source_keys import DroppedKey, SourceKey
 from meshwright_interop.configs.torchtitan_keys import MOVED
 from meshwright_interop.configs.translation import Translation
@@ -128,9 +128,8 @@ def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]
     if path.suffix == ".py":
         raise ConfigError(
             "MW-INTEROP-001",
-            f"{path}: a Python file: torchtitan's config_registry (since February 2026), like every configuration in "
-            f"Python, is code, which meshwright does not run. Start torchtitan once with --debug.save_config_file "
-            f"config.json, and import the JSON file that it writes; for another program {OWN}",
+            f"{path}: a Python file: a configuration in Python, such as torchtitan's config_registry (since February "
+            f"2026), is code, which meshwright does not run: {JOB_CONFIG}; for another program {OWN}",
         )
     text = read_text(path)
     if path.suffix not in DOCUMENTS and framework in (None, "megatron"):
@@ -147,8 +146,6 @@ def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]
         return framework, bridge.as_flags(items)
     if framework == "nanotron":
         return framework, {nanotron.canonical(key): item for key, item in items.items()}
-    if "model_spec" in document:
-        items = torchtitan_dump.as_job_config(document, items)
     return framework, {MOVED.get(key, key): item for key, item in items.items()}
 
 

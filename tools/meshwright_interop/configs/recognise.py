@@ -39,6 +39,7 @@ SUPPORTED = (
     "model_config.yaml or a text file are read"
 )
 OWN = "write a configuration of meshwright (`meshwright init`, or a copy of configs/demo.toml)"
+JOB_CONFIG = "write its values in the keys of torchtitan's TOML, with model.name and model.flavor, and import that"
 HF_DIR = (
     'set model.builder = "hf:DIR" with the directory of the Hugging Face model (docs/huggingface-models.md), and '
     "prepare its text with `meshwright data prepare`"
@@ -142,6 +143,11 @@ def _is_torchtune(document: Document) -> bool:
 
 FOREIGN = (
     Foreign(
+        "the JSON that torchtitan writes of a configuration in Python: its model is a tree of modules",
+        f"{JOB_CONFIG}; or {OWN}",
+        _has("model_spec"),
+    ),
+    Foreign(
         "a Kubernetes manifest: it describes pods and trains nothing",
         f"{OWN}; `meshwright kubernetes` writes the manifest of a run",
         _has("apiVersion", "kind"),
@@ -243,7 +249,7 @@ def recognise(path: Path, document: Document) -> str | None:
         return "bridge"
     if NANOTRON.matches(document):
         return "nanotron"
-    if TORCHTITAN.matches(document):
+    if TORCHTITAN.matches(document) and "model_spec" not in document:
         return "torchtitan"
     foreign = next((foreign for foreign in FOREIGN if foreign.matches(document)), None)
     if foreign is not None:

@@ -1,4 +1,4 @@
-"""Translation of torchtitan's TOML files (``JobConfig``, 2024 to February 2026).
+"""Translation of torchtitan's TOML files (``JobConfig``, 2024 to February 2026), or the same keys as JSON.
 
 Source of keys, defaults and meaning: ``torchtitan/config/job_config.py`` and the code that reads it. Keys have their
 names of the last version; ``torchtitan_keys.MOVED`` maps older names to them.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from meshwright.errors import ConfigError
 from meshwright.system.numbers import whole_number
 from meshwright_interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, DropReason, is_off
-from meshwright_interop.configs.torchtitan_dump import dumped_dataset, dumped_model, is_dump
 from meshwright_interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
 from meshwright_interop.configs.torchtitan_model import model
 from meshwright_interop.configs.torchtitan_optimizer import optimizer
@@ -26,9 +25,7 @@ def translate(translation: Translation, ranks: int | None) -> None:
     Raises:
         ConfigError: torchtitan does not accept a value, or meshwright has no such model.
     """
-    num_layers = (
-        None if translation.own_model else dumped_model(translation) if is_dump(translation) else model(translation)
-    )
+    num_layers = None if translation.own_model else model(translation)
     _layout(translation, ranks)
     _batch(translation, _pipeline(translation, num_layers))
     optimizer(translation)
@@ -153,8 +150,7 @@ def _train(translation: Translation) -> None:
     if not translation.own_model:
         translation.put("model.options.max_sequence_length", translation.tree["data.sequence_length"])
     dataset = translation.text("training.dataset", "c4_test") or "corpus"
-    name = dumped_dataset(translation) if is_dump(translation) else dataset
-    translation.leave_open("data.train", f"runs/data/{dataset}/train", PREPARED.format(f"torchtitan reads {name}"))
+    translation.leave_open("data.train", f"runs/data/{dataset}/train", PREPARED.format(f"torchtitan reads {dataset}"))
     translation.drop("training.dataset", DropReason.BY_HAND, CORPUS)
     whole, mixed = (
         translation.text("training.dtype", "float32"),
@@ -225,7 +221,7 @@ def _services(translation: Translation) -> None:
                 "validation.steps", DropReason.BY_HAND, "train.validate_steps, in global batches: there is no 'all'"
             )
     else:
-        translation.skip("validation.*", "validator.*")
+        translation.skip("validation.*")
 
 
 def _switched_off(translation: Translation) -> None:

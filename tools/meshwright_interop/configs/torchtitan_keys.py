@@ -61,14 +61,7 @@ SWITCHES = {
 """Section -> the key that enables it; without it the others of the section have no effect."""
 
 REST = (
-    DropRule("dataloader.* tokenizer*", DropReason.BY_HAND, CORPUS),
-    DropRule("validator.*", DropReason.BY_HAND, CORPUS),
-    DropRule(
-        """training.disable_cuda_graphs parallelism.enable_fsdp_symm_mem parallelism.spmd_backend profiler.*
-        override* optimizer.optimizer_factory_kwargs_by_name optimizer.param_groups* loss.*
-        parallelism.enable_sequence_parallel""",
-        DropReason.NEEDLESS,
-    ),
+    DropRule("parallelism.enable_sequence_parallel", DropReason.NEEDLESS),
     DropRule("job.description", DropReason.NONE, "use a comment in the file"),
     DropRule("profiling.*", DropReason.NONE, TRACING),
     DropRule("metrics.enable_tensorboard", DropReason.NONE, METRICS),
