@@ -23,7 +23,7 @@ FLAG = re.compile(r"--[A-Za-z]")
 COMMENT = re.compile(r"(^|\s)#.*")
 QUOTED = re.compile(r"'[^']*'|\"[^\"$`]*\"")
 SHELL = re.compile(r"[$`;|&<>(){}]\S*|^\s*(if|then|else|elif|fi|for|while|until|do|done|case|esac|function)\b")
-"""What only a shell gives a meaning, outside of quotes."""
+"""Syntax of a shell, outside of quotes."""
 
 
 MAX_SHOWN = 40
