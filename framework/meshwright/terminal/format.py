@@ -19,8 +19,9 @@ def format_count(value: float) -> str:
 
 
 def format_number_of(count: int, noun: str) -> str:
-    """Format a count with its noun: ``1 document``, ``1,200 documents``."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Format a count with its noun: ``1 document``, ``1,200 documents``, ``3 batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{plural * (count != 1)}"
 
 
 def format_duration(seconds: float) -> str:

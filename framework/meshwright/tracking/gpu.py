@@ -23,8 +23,8 @@ import torch
 from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.system.bounded import parse_json
+from meshwright.terminal.format import GIB
 from meshwright.terminal.output import Warn
-from meshwright.tracking.record import GIB
 from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
 PERIOD_S, RANKS_PER_S = 2.0, 2_000

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.system.bounded import parse_json
+from meshwright.terminal.format import GIB
 
-GIB = 2**30
 EXPERT_LOAD = "expert-load.jsonl"
 """File with the tokens of each expert in some steps."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.run.trust import check_file
-from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
+from meshwright.schedule.analysis import Costs, timeline_of
 from meshwright.schedule.drawing import text
 from meshwright.schedule.load import draw_schedule
 from meshwright.system.atomic import check_inside, write_out, writing
@@ -20,7 +20,7 @@ from meshwright.terminal.output import put
 from meshwright.watch.trace import newest, read
 from meshwright_plan.picture.axis import unit_of_seconds
 from meshwright_plan.picture.panel import Panel, Unit
-from meshwright_plan.report.account import account, measured_costs, table, without_early_steps
+from meshwright_plan.report.account import account, beside_simulation, table
 
 WIDTH = 100
 
@@ -68,26 +68,21 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format], named: P
 
     ``named``: the run, or the file ``path`` itself, that the command names; without ``out`` nothing is written outside.
     """
-    trace, schedule, timeline, readings = read(path)
-    accounts = account(timeline, readings)
-    costs = measured_costs(schedule, timeline)
-    simulated = simulate(schedule, costs)._replace(name=f"simulated: {timeline.name}")
-    measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
+    traced = read(path)
+    accounts, panels = account(traced.timeline, traced.readings), beside_simulation(traced)
     width = shutil.get_terminal_size((WIDTH, 0)).columns
-    shares = [100 * bubble_share(each) for each in (measured, simulated)]
+    measured, simulated = panels.bubble_percents
     size, unit = unit_of_seconds(accounts[0].total)
     sections = [
-        text(measured, width),
-        text(simulated, width),
+        *(text(panel.timeline, width) for panel in panels),
         table(accounts, size, unit),
-        f"bubble of total time: measured {shares[0]:.1f} %, simulated {shares[1]:.1f} %, "
-        f"{shares[0] - shares[1]:+.1f} points",
+        f"bubble of total time: measured {measured:.1f} %, simulated {simulated:.1f} %, "
+        f"{measured - simulated:+.1f} points",
     ]
-    if trace.clock_error_s:
-        sections.append(f"times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms")
+    if traced.trace.clock_error_s:
+        sections.append(f"times of different hosts may be off by {1e3 * traced.trace.clock_error_s:.2f} ms")
     drawn = "\n\n".join(sections)
     put(f"{drawn}\n")
-    panels = [Panel(measured, readings=readings), Panel(simulated)]
     for format in formats if out is None else ():
         check_inside(path.with_name(path.stem + SUFFIXES[format]), named if named.is_dir() else path.parent)
     write(out or path.parent, path.stem, formats, drawn, panels, Unit.SECONDS)

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import batch_numbers
 from meshwright.schedule.action import COMPUTE
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
-from meshwright.terminal.format import format_size, format_table
+from meshwright.schedule.analysis import Timeline, bubble_share, simulate
+from meshwright.terminal.format import GIB, format_number_of, format_size, format_table
 from meshwright_plan.dryrun.agreement import Disagreement
 from meshwright_plan.dryrun.groups import GroupViews, axis_of
 from meshwright_plan.dryrun.job import Job, matrices_of_rank
 from meshwright_plan.dryrun.rank_profile import Category, RankProfile
+from meshwright_plan.planner.balance import first_to_last, stage_costs
 from meshwright_plan.planner.matrix_step import newton_schulz_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-GIB = 2**30
 
 
 class StepTimeEstimate(NamedTuple):
@@ -83,12 +82,7 @@ def simulate_schedule(job: Job) -> Timeline:
 
     Costs are times on the reference device of :mod:`meshwright.pipeline.plan.costs`.
     """
-    costs = []
-    for stage in job.blueprint.stages:
-        layers = [job.blueprint.layer_costs[index] for index in stage]
-        forward = sum(layer.forward.time_s for layer in layers) or 1e-9
-        backward = sum(layer.backward.time_s for layer in layers) or 1e-9
-        costs.append(Costs(forward, backward, backward / 2, backward / 2))
+    costs = stage_costs(job.blueprint.layer_costs, job.blueprint.stages, least_s=1e-9)  # each span has a length
     return simulate(job.blueprint.schedule, costs)
 
 
@@ -136,10 +130,10 @@ def describe(
     memory, traffic = _memory_rows(job), _traffic_rows(job, nodes, busy_shares(timeline))
     lines = [
         f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on {grid} = "
-        f"{_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
-        f"{blueprint.schedule.name}, {_count(batch_numbers(job.config).chunks, 'micro-batch')}; "
-        f"{_count(len(set(job.representatives)), 'kind')} of pipeline ranks run; "
-        f"each line holds for {_count(grid.num_replicas * grid.tp, 'rank')}",
+        f"{format_number_of(grid.size, 'rank')} on {format_number_of(len(set(nodes)), 'node')}",
+        f"{blueprint.schedule.name}, {format_number_of(batch_numbers(job.config).chunks, 'micro-batch')}; "
+        f"{format_number_of(len(set(job.representatives)), 'kind')} of pipeline ranks run; "
+        f"each line holds for {format_number_of(grid.num_replicas * grid.tp, 'rank')}",
         "",
         "memory of a rank at its peak, and the rank's activity at that time",
         *format_table(memory, "<<>>>>>>>>"),
@@ -176,7 +170,7 @@ def _memory_rows(job: Job) -> list[tuple[str, ...]]:
         rows.append(
             (
                 str(pp_rank),
-                " ".join(each[0] if len(each) == 1 else f"{each[0]}..{each[-1]}" for each in names),
+                " ".join(first_to_last(each[0], each[-1]) for each in names),
                 f"{num_parameters(job, pp_rank):,}",
                 format_size(profile.peak_bytes),
                 str(profile.peak_in),
@@ -208,11 +202,6 @@ def _overflow(time: StepTimeEstimate) -> str:
     room = format_size(time.memory_bytes)
     hint = "`plan` searches for layouts that fit"
     return f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; {hint}"
-
-
-def _count(number: int, what: str) -> str:
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{number:,} {what}{plural * (number != 1)}"
 
 
 def flops_text(flops: float) -> str:

@@ -33,7 +33,7 @@ class BalanceRow(NamedTuple):
     @property
     def name(self) -> str:
         """``head``, or ``block0..block6``."""
-        return self.first if self.num_layers == 1 else f"{self.first}..{self.last}"
+        return first_to_last(self.first, self.last)
 
 
 class BalancedStages(NamedTuple):
@@ -48,6 +48,24 @@ class BalancedStages(NamedTuple):
     chosen: bool
 
 
+def first_to_last(first: str, last: str) -> str:
+    """Format a run of layers: ``head``, or ``block0..block6``."""
+    return first if first == last else f"{first}..{last}"
+
+
+def stage_costs(layer_costs: Sequence[LayerCost], stages: Sequence[range], *, least_s: float = 0.0) -> list[Costs]:
+    """Return each stage's costs in seconds: sums over its layers, or ``least_s`` instead of none.
+
+    The halves of a split backward count as equal.
+    """
+    costs = []
+    for stage in stages:
+        forward_s = sum(layer_costs[layer].forward.time_s for layer in stage) or least_s
+        backward_s = sum(layer_costs[layer].backward.time_s for layer in stage) or least_s
+        costs.append(Costs(f=forward_s, b=backward_s, i=backward_s / 2, w=backward_s / 2))
+    return costs
+
+
 def imbalance(times_s: Sequence[float], stages: Sequence[range]) -> float:
     """Return the time of the slowest stage over the mean: 1 if all are equal."""
     of_stage = [sum(times_s[layer] for layer in stage) for stage in stages]
@@ -55,18 +73,10 @@ def imbalance(times_s: Sequence[float], stages: Sequence[range]) -> float:
 
 
 def simulated_step(blueprint: Blueprint, stages: Sequence[range]) -> float:
-    """Simulate a step with free messages; return its time over that without any bubble or imbalance.
-
-    The halves of a split backward count as equal.
-    """
+    """Simulate a step with free messages; return its time over that without any bubble or imbalance."""
     costs = blueprint.layer_costs
-    of_stage = []
-    for stage in stages:
-        forward_s = sum(costs[layer].forward.time_s for layer in stage)
-        backward_s = sum(costs[layer].backward.time_s for layer in stage)
-        of_stage.append(Costs(f=forward_s, b=backward_s, i=backward_s / 2, w=backward_s / 2))
     busy_s = sum(cost.time_s for cost in costs) * blueprint.schedule.chunks / blueprint.schedule.pp
-    spans = simulate(blueprint.schedule, of_stage).spans
+    spans = simulate(blueprint.schedule, stage_costs(costs, stages)).spans
     return max(span.end for span in spans) / busy_s if busy_s else 1.0
 
 
@@ -148,7 +158,7 @@ def _stage_lines(blueprint: Blueprint, shared: bool) -> list[tuple[str, ...]]:
             (
                 str(stage),
                 *([str(blueprint.schedule.rank_of(stage))] if shared else []),
-                names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})",
+                first_to_last(names[0], names[-1]) + (f" ({len(names)})" if len(names) > 1 else ""),
                 f"{sum(torch.Size(blueprint.infos[name].global_shape).numel() for name in parameters):,}",
                 _share(sum(blueprint.layer_costs[layer].time_s for layer in layers), total_s),
             )

@@ -8,7 +8,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.terminal.format import format_size, format_table
 from meshwright_plan.planner.choice import Choice, choice_of
 from meshwright_plan.planner.estimates import lowered_schedule
-from meshwright_plan.planner.explanation import duration, parts
+from meshwright_plan.planner.explanation import duration, parts, signed_duration
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.nearest import search_with_offload
 from meshwright_plan.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
@@ -32,7 +32,7 @@ def compare(first: RankedLayout, other: RankedLayout, name: str) -> list[str]:
 
 
 def _three(a: float, b: float) -> tuple[str, str, str]:
-    return duration(a, 3), duration(b, 3), ("+" if b >= a else "") + duration(b - a, 3)
+    return duration(a, 3), duration(b, 3), signed_duration(b - a)
 
 
 def verdict(first: RankedLayout, other: RankedLayout) -> str:

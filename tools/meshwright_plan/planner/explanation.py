@@ -60,12 +60,12 @@ def why(first: RankedLayout, other: RankedLayout) -> str:
         return f"the first and the second take the same time, {duration(first.time.total)} per step"
     if lost < 0:
         what, least = min(lead.items(), key=lambda each: each[1])
-        text = f"the second is predicted to be {duration(-lost, 3)} faster ({_signed(least)} in {what})"
+        text = f"the second is predicted to be {duration(-lost, 3)} faster ({signed_duration(least)} in {what})"
         return f"{text}, a tie (below {TIE_SHARE:.0%}): the first is simpler"
     what, most = max(lead.items(), key=lambda each: each[1])
     gain, least = min(lead.items(), key=lambda each: each[1])
-    text = f"the first beats the second by {duration(lost, 3)}: {_signed(most)} in {what}"
-    text += f", {_signed(least)} in {gain}" if least < -0.05 * abs(most) else ""
+    text = f"the first beats the second by {duration(lost, 3)}: {signed_duration(most)} in {what}"
+    text += f", {signed_duration(least)} in {gain}" if least < -0.05 * abs(most) else ""
     return text + (f", a tie (below {TIE_SHARE:.0%})" if is_tie(first.time.total, other.time.total) else "")
 
 
@@ -91,7 +91,8 @@ def duration(seconds: float, digits: int = 4) -> str:
     return f"{seconds * 1e6:,.{digits}g} us"
 
 
-def _signed(seconds: float) -> str:
+def signed_duration(seconds: float) -> str:
+    """Format a difference of seconds with its sign."""
     return ("+" if seconds >= 0 else "") + duration(seconds, 3)
 
 

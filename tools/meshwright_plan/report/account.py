@@ -18,8 +18,10 @@ from statistics import median
 from typing import NamedTuple
 
 from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Reading, Timeline, bubbles
+from meshwright.schedule.analysis import Costs, Reading, Timeline, bubble_share, bubbles, simulate
 from meshwright.terminal.format import format_table
+from meshwright.watch.trace import LoadedTrace
+from meshwright_plan.picture.panel import Panel
 
 
 class Account(NamedTuple):
@@ -42,6 +44,18 @@ class Account(NamedTuple):
     def total(self) -> float:
         """The step's time."""
         return sum(self[1:])
+
+
+class TracedStep(NamedTuple):
+    """Panels of a traced step: as it was, and simulated."""
+
+    measured: Panel
+    simulated: Panel
+
+    @property
+    def bubble_percents(self) -> tuple[float, float]:
+        """Bubble of total time of both, in percent."""
+        return 100 * bubble_share(self.measured.timeline), 100 * bubble_share(self.simulated.timeline)
 
 
 PARTS = Account._fields[1:]
@@ -121,6 +135,14 @@ def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
         )
         for stage in range(schedule.num_stages)
     )
+
+
+def beside_simulation(traced: LoadedTrace) -> TracedStep:
+    """Return a traced step beside the simulation of its schedule with its own costs, both named for a picture."""
+    trace, schedule, timeline, readings = traced
+    measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
+    simulated = simulate(schedule, measured_costs(schedule, timeline))._replace(name=f"simulated: {timeline.name}")
+    return TracedStep(Panel(measured, readings=readings), Panel(simulated))
 
 
 def table(accounts: Sequence[Account], size: float, unit: str) -> str:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from meshwright.terminal.format import format_duration
-from meshwright.tracking.record import GIB, StepRecord
+from meshwright.terminal.format import GIB, format_duration
+from meshwright.tracking.record import StepRecord
 from meshwright_plan.page.chart import Curve, Mark, Quantity, chart
 from meshwright_plan.page.points import MAX_ROWS, Column, Point, column
 from meshwright_plan.report.loss_curve import SMOOTHED_FROM, loss_unit, running_mean, smoothing_reach

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.config.keys import flatten
 from meshwright.errors import UserError
 from meshwright.mesh import Grid
-from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
+from meshwright.schedule.analysis import Costs, timeline_of
 from meshwright.schedule.drawing import text
 from meshwright.schedule.load import draw_schedule, num_forwards
 from meshwright.terminal.format import format_duration, format_gib
@@ -25,7 +25,7 @@ from meshwright_plan.page.render import render, svg_of
 from meshwright_plan.picture.axis import unit_of_seconds
 from meshwright_plan.picture.figure import figure
 from meshwright_plan.picture.panel import Panel, Unit
-from meshwright_plan.report.account import PARTS, account, mean_account, measured_costs, without_early_steps
+from meshwright_plan.report.account import PARTS, account, beside_simulation, mean_account
 from meshwright_plan.report.curves import axes_of, comparison_charts, final_figures, layout_of, of_run
 from meshwright_plan.report.experts import heat_maps
 from meshwright_plan.report.run import Attempt, RunContents, clock
@@ -172,20 +172,17 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
     If a step was traced: measured above simulated. Otherwise: simulated, in ticks.
     """
     if run.trace is not None:
-        trace, schedule, timeline, readings = run.trace
-        simulated = simulate(schedule, measured_costs(schedule, timeline))
-        simulated = simulated._replace(name=f"simulated: {timeline.name}")
-        measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
-        shares = [100 * bubble_share(each) for each in (measured, simulated)]
+        trace, step = run.trace.trace, beside_simulation(run.trace)
+        measured, simulated = step.bubble_percents
         caption = (
             f"Step {trace.step} as it was, above the same schedule simulated with the measured medians of each kind "
-            f"and stage. Bubble of total time: measured {shares[0]:.1f} %, simulated {shares[1]:.1f} %."
+            f"and stage. Bubble of total time: measured {measured:.1f} %, simulated {simulated:.1f} %."
         )
         if run.traced_on:
             caption += f" The layout was {run.traced_on} then."
         if trace.clock_error_s:
             caption += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
-        return draw_panels("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], caption)
+        return draw_panels("measured and simulated", step, caption)
     if run.resolved is None or ":" in run.resolved.pipeline.schedule:  # code that the run names is not imported
         return None
     if num_forwards(run.resolved) > MAX_SIMULATED:
