@@ -12,106 +12,61 @@ from meshwright_interop.configs.source_keys import (
     DropRule,
 )
 
-OF_MODEL = """
-    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout
-    attention_dropout normalization qk_layernorm add_qkv_bias window_size window_attn_skip_freq rotary_base
-    rotary_percent rotary_interleaved position_embedding_type rope_scaling_factor qk_l2_norm init_method_std
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
-    recompute_granularity recompute_method recompute_num_layers recompute_modules multi_latent_attention
-    mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
-    apply_residual_connection_post_layernorm vocab_size make_vocab_size_divisible_by
-    linear_attention_freq experimental_attention_variant attention_output_gate softmax_scale no_rope_freq qk_clip
-    glu_linear_offset activation_func_clamp_value enable_mhc_connections embedding_init_method_std
-    heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
-    use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
-    calculate_per_token_loss fp8 fp8_recipe fp4 cross_entropy_fusion_impl
-"""
-"""Fields of ``model`` with the name of their flag."""
+SAME_NAME = {
+    "model": """
+        num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout
+        attention_dropout normalization qk_layernorm add_qkv_bias window_size window_attn_skip_freq rotary_base
+        rotary_percent rotary_interleaved position_embedding_type rope_scaling_factor qk_l2_norm init_method_std
+        tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
+        recompute_granularity recompute_method recompute_num_layers recompute_modules multi_latent_attention
+        mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+        apply_residual_connection_post_layernorm vocab_size make_vocab_size_divisible_by
+        linear_attention_freq experimental_attention_variant attention_output_gate softmax_scale no_rope_freq qk_clip
+        glu_linear_offset activation_func_clamp_value enable_mhc_connections embedding_init_method_std
+        heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
+        use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
+        calculate_per_token_loss fp8 fp8_recipe fp4 cross_entropy_fusion_impl bf16 fp16 max_position_embeddings
+        """,
+    "dataset": "seq_length data_path split reset_position_ids reset_attention_mask eod_mask_loss",
+    "train": """
+        micro_batch_size global_batch_size rampup_batch_size train_iters train_samples iterations_to_skip
+        check_weight_hash_across_dp_replicas_interval eval_iters eval_interval
+        """,
+    "validation": "eval_iters eval_interval",
+    "optimizer": """
+        apply_wd_to_qk_layernorm lr min_lr optimizer adam_beta1 adam_beta2 adam_eps sgd_momentum weight_decay clip_grad
+        bf16 fp16 use_distributed_optimizer decoupled_lr decoupled_min_lr optimizer_cpu_offload
+        optimizer_offload_fraction muon_momentum muon_nesterov muon_use_nesterov muon_num_ns_steps muon_scale_mode
+        muon_extra_scale_factor muon_split_qkv muon_split_fc1 muon_tp_mode muon_coefficient_type muon_scalar_optimizer
+        muon_fp32_matmul_prec loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+        """,
+    "scheduler": """
+        lr_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
+        lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init start_weight_decay end_weight_decay
+        weight_decay_incr_style no_weight_decay_cond_type
+        """,
+    "mixed_precision": "bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "ddp": """
+        use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances use_megatron_fsdp
+        """,
+    "dist": "use_megatron_fsdp use_torch_fsdp2 distributed_timeout_minutes",
+    "checkpoint": "save_interval save load async_save pretrained_checkpoint finetune",
+    "rng": "seed",
+    "logger": "log_interval wandb_project wandb_exp_name",
+    "tokenizer": "tokenizer_type vocab_size tokenizer_model",
+}
+"""Section -> fields with the name of their flag."""
 FLAGS = {
-    **{f"model.{name}": name.replace("_", "-") for name in OF_MODEL.split()},
+    **{f"{section}.{name}": name.replace("_", "-") for section, names in SAME_NAME.items() for name in names.split()},
     "model.layernorm_epsilon": "norm-epsilon",
-    "optimizer.apply_wd_to_qk_layernorm": "apply-wd-to-qk-layernorm",
     "model.num_moe_experts": "num-experts",
     "model.seq_len_interpolation_factor": "rotary-seq-len-interpolation-factor",
     "model.virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
     "model.num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
     "model.num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
-    "model.bf16": "bf16",
-    "model.fp16": "fp16",
-    "dataset.seq_length": "seq-length",
     "dataset.sequence_length": "seq-length",
-    "dataset.data_path": "data-path",
-    "dataset.split": "split",
-    "dataset.reset_position_ids": "reset-position-ids",
-    "dataset.reset_attention_mask": "reset-attention-mask",
-    "dataset.eod_mask_loss": "eod-mask-loss",
-    "model.max_position_embeddings": "max-position-embeddings",
-    **{
-        f"train.{name}": name.replace("_", "-")
-        for name in ("micro_batch_size", "global_batch_size", "rampup_batch_size")
-    },
-    **{
-        f"train.{name}": name.replace("_", "-")
-        for name in (
-            "train_iters",
-            "train_samples",
-            "iterations_to_skip",
-            "check_weight_hash_across_dp_replicas_interval",
-        )
-    },
-    **{
-        f"{section}.{name}": f"eval-{name[5:]}"
-        for section in ("validation", "train")
-        for name in ("eval_iters", "eval_interval")
-    },
-    **{
-        f"optimizer.{name}": name.replace("_", "-")
-        for name in (
-            *("lr", "min_lr", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "weight_decay"),
-            *("clip_grad", "bf16", "fp16", "use_distributed_optimizer", "decoupled_lr", "decoupled_min_lr"),
-            *("optimizer_cpu_offload", "optimizer_offload_fraction"),
-            *("muon_momentum", "muon_nesterov", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode"),
-            *("muon_extra_scale_factor", "muon_split_qkv", "muon_split_fc1", "muon_tp_mode", "muon_coefficient_type"),
-            *("muon_scalar_optimizer", "muon_fp32_matmul_prec"),
-        )
-    },
-    **{
-        f"scheduler.{name}": name.replace("_", "-")
-        for name in (
-            *("lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
-            *("lr_wsd_decay_samples", "lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"),
-            *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "no_weight_decay_cond_type"),
-        )
-    },
-    **{
-        f"{section}.{name}": name.replace("_", "-")
-        for section in ("optimizer", "mixed_precision")
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    },
-    "mixed_precision.bf16": "bf16",
-    "mixed_precision.fp16": "fp16",
-    "ddp.use_distributed_optimizer": "use-distributed-optimizer",
-    "ddp.data_parallel_sharding_strategy": "data-parallel-sharding-strategy",
-    "ddp.num_distributed_optimizer_instances": "num-distributed-optimizer-instances",
     "ddp.grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32",
     "ddp.bucket_size": "ddp-bucket-size",
-    "dist.use_megatron_fsdp": "use-megatron-fsdp",
-    "dist.use_torch_fsdp2": "use-torch-fsdp2",
-    "ddp.use_megatron_fsdp": "use-megatron-fsdp",
-    "dist.distributed_timeout_minutes": "distributed-timeout-minutes",
-    "checkpoint.save_interval": "save-interval",
-    "checkpoint.save": "save",
-    "checkpoint.load": "load",
-    "checkpoint.async_save": "async-save",
-    "checkpoint.pretrained_checkpoint": "pretrained-checkpoint",
-    "checkpoint.finetune": "finetune",
-    "rng.seed": "seed",
-    "logger.log_interval": "log-interval",
-    "logger.wandb_project": "wandb-project",
-    "logger.wandb_exp_name": "wandb-exp-name",
-    "tokenizer.tokenizer_type": "tokenizer-type",
-    "tokenizer.vocab_size": "vocab-size",
-    "tokenizer.tokenizer_model": "tokenizer-model",
 }
 """Field -> flag of Megatron-LM. Of two fields for one flag, the first that is set counts."""
 INVERTED = {
