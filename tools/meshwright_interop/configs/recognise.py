@@ -17,6 +17,7 @@ from meshwright_interop.configs.signatures import (
     NANOTRON,
     TORCHTITAN,
     Document,
+    has_key,
     has_megatron_flags,
     is_bridge,
     is_megatron,
@@ -25,13 +26,16 @@ from meshwright_interop.configs.signatures import (
 from meshwright_interop.configs.source_keys import SourceKey
 
 
+Test = Callable[[Document], bool]
+
+
 class Foreign(NamedTuple):
     """A kind of file that is detected and refused."""
 
     what: str
     way: str
     """Next move for the user."""
-    matches: Callable[[Document], bool]
+    matches: Test
 
 
 SUPPORTED = (
@@ -40,193 +44,166 @@ SUPPORTED = (
 )
 OWN = "write a configuration of meshwright (`meshwright init`, or a copy of configs/demo.toml)"
 JOB_CONFIG = "write its values in the keys of torchtitan's TOML, with model.name and model.flavor, and import that"
+WITH_SIZES = f"{OWN}, with its sizes in [model.options]"
+WITH_BUILDER = f"{OWN}, and name a function that builds the model in model.builder (docs/models.md)"
 HF_DIR = (
     'set model.builder = "hf:DIR" with the directory of the Hugging Face model (docs/huggingface-models.md), and '
     "prepare its text with `meshwright data prepare`"
 )
 
 
-def _has(*names: str) -> Callable[[Document], bool]:
-    return lambda document: all(name in document for name in names)
+def has(patterns: str, least: int = 1) -> Test:
+    """Return a test for documents with keys of at least ``least`` of these dotted patterns, separated by blanks."""
+    return lambda document: sum(has_key(document, pattern) for pattern in patterns.split()) >= least
 
 
-def _count(document: Document, names: str) -> int:
-    """Return how many of the keys, separated by blanks, the document has."""
-    return sum(name in document for name in names.split())
+def any_of(*tests: Test) -> Test:
+    """Return a test that is met where one of the tests is."""
+    return lambda document: any(test(document) for test in tests)
 
 
-def _table(document: Document, name: str) -> Document:
-    inner = document.get(name)
-    return inner if isinstance(inner, Mapping) else {}
+def all_of(*tests: Test) -> Test:
+    """Return a test that is met where all of the tests are."""
+    return lambda document: all(test(document) for test in tests)
 
 
-def _is_accelerate(document: Document) -> bool:
-    others = "distributed_type num_machines machine_rank main_process_ip num_processes fsdp_config"
-    return "compute_environment" in document or _count(document, others) >= 2
-
-
-def _is_litgpt(document: Document) -> bool:
-    train = "save_interval log_interval max_tokens max_seq_length lr_warmup_steps epochs tie_embeddings max_norm"
-    has_model = _count(document, "model_name model_config checkpoint_dir initial_checkpoint_dir") > 0
-    return has_model and _count(_table(document, "train"), train) >= 2
-
-
-def _is_llm_foundry(document: Document) -> bool:
-    name = str(_table(document, "model").get("name"))
-    if {"integrations", "parameters"} <= document.keys():  # a run of its cluster tool
-        return True
-    trainer = "device_train_microbatch_size device_eval_batch_size train_loader eval_loader load_path"
-    size = _count(document, "global_train_batch_size device_train_batch_size") > 0
-    return (
-        name.endswith("_causal_lm") or (size and "name" in _table(document, "model")) or _count(document, trainer) >= 2
-    )
+def _text(document: Document, section: str, name: str) -> str:
+    """Return a value of a section as text."""
+    table = document.get(section)
+    return str(table.get(name)) if isinstance(table, Mapping) else ""
 
 
 def _is_olmo(document: Document) -> bool:
-    model = _table(document, "model")
-    run = _count(document, "run_name max_duration save_folder global_train_batch_size speed_monitor")
-    sizes = _count(model, "d_model n_heads n_layers mlp_ratio flash_attention weight_tying")
-    return "name" not in model and sizes >= 2 and run >= 1  # llm-foundry has the same keys, and a name
-
-
-def _is_olmo_core(document: Document) -> bool:
-    return any("_CLASS_" in _table(document, name) for name in document)
-
-
-def _is_llama_factory(document: Document) -> bool:
-    return "finetuning_type" in document or _count(document, "stage template cutoff_len dataset_dir do_train") >= 2
-
-
-def _is_deepspeed(document: Document) -> bool:
-    own = "zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer wall_clock_breakdown"
-    others = "train_batch_size fp16 bf16 gradient_clipping gradient_accumulation_steps steps_per_print scheduler"
-    return _count(document, own) > 0 or ("train_batch_size" in document and _count(document, others) >= 3)
-
-
-def _is_compose(document: Document) -> bool:
-    services = _table(document, "services").values()
-    return any(isinstance(each, Mapping) and ({"image", "build"} & each.keys()) for each in services)
-
-
-def _is_lightning(document: Document) -> bool:
-    trainer = "num_nodes devices accelerator max_epochs strategy precision"
-    return "class_path" in _table(document, "model") or _count(_table(document, "trainer"), trainer) >= 1
-
-
-def _is_picotron(document: Document) -> bool:
-    return _count(_table(document, "distributed"), "tp_size pp_size cp_size dp_size pp_engine") >= 2
-
-
-def _is_maxtext(document: Document) -> bool:
-    return (
-        _count(document, "base_emb_dim base_num_decoder_layers base_mlp_dim per_device_batch_size ici_fsdp_parallelism")
-        >= 2
-    )
-
-
-def _is_fairseq(document: Document) -> bool:
-    return {"task", "optimization"} <= document.keys() and _count(document, "distributed_training dataset common") >= 1
-
-
-def _is_neox(document: Document) -> bool:
-    names = {name.replace("-", "_") for name in document if isinstance(name, str)}
-    return "pipe_parallel_size" in names or {"model_parallel_size", "num_layers"} <= names
-
-
-def _is_nemo(document: Document) -> bool:
-    return "exp_manager" in document or any(target.startswith("nemo.") for target in targets(document))
-
-
-def _is_torchtune(document: Document) -> bool:
-    return any("_component_" in _table(document, name) for name in document)
+    """Return True for OLMo's keys. llm-foundry has the same, and a name of the model."""
+    sizes = "model.d_model model.n_heads model.n_layers model.mlp_ratio model.flash_attention model.weight_tying"
+    run = "run_name max_duration save_folder global_train_batch_size speed_monitor"
+    return not has_key(document, "model.name") and has(sizes, 2)(document) and has(run)(document)
 
 
 FOREIGN = (
     Foreign(
         "the JSON that torchtitan writes of a configuration in Python: its model is a tree of modules",
         f"{JOB_CONFIG}; or {OWN}",
-        _has("model_spec"),
+        has("model_spec"),
     ),
     Foreign(
         "a Kubernetes manifest: it describes pods and trains nothing",
         f"{OWN}; `meshwright kubernetes` writes the manifest of a run",
-        _has("apiVersion", "kind"),
+        has("apiVersion kind", 2),
     ),
-    Foreign("a compose file of containers: it trains nothing", OWN, _is_compose),
+    Foreign("a compose file of containers: it trains nothing", OWN, has("services.*.image services.*.build")),
     Foreign(
         "an OLMo configuration, which is not read",
-        f"{OWN}, with its sizes in [model.options]; for a released model {HF_DIR}",
-        lambda document: _is_olmo(document) or _is_olmo_core(document),
+        f"{WITH_SIZES}; for a released model {HF_DIR}",
+        lambda document: _is_olmo(document) or has("*._CLASS_")(document),
     ),
     Foreign(
         "a llm-foundry configuration: its model is a class of llm-foundry",
-        f"{OWN}, with its sizes in [model.options]; for a model of Hugging Face {HF_DIR}",
-        _is_llm_foundry,
+        f"{WITH_SIZES}; for a model of Hugging Face {HF_DIR}",
+        any_of(
+            has("integrations parameters", 2),  # a run of its cluster tool
+            has("device_train_microbatch_size device_eval_batch_size train_loader eval_loader load_path", 2),
+            all_of(has("model.name"), has("global_train_batch_size device_train_batch_size")),
+            lambda document: _text(document, "model", "name").endswith("_causal_lm"),
+        ),
     ),
     Foreign(
         "an accelerate configuration: it describes processes and has no model",
         f"{OWN}, with its degrees in [parallel]; for a model {HF_DIR}",
-        _is_accelerate,
+        any_of(
+            has("compute_environment"),
+            has("distributed_type num_machines machine_rank main_process_ip num_processes fsdp_config", 2),
+        ),
     ),
     Foreign(
         "an axolotl configuration: it fine-tunes a Hugging Face model by name",
         HF_DIR,
-        lambda document: (
-            "base_model" in document and bool({"datasets", "micro_batch_size", "adapter"} & document.keys())
-        ),
+        all_of(has("base_model"), has("datasets micro_batch_size adapter")),
     ),
     Foreign(
         "a litgpt configuration: it names a model of litgpt, whose sizes are in its code",
         f"{HF_DIR}, or copy its [model.options] into a copy of configs/llama3-8b.toml",
-        _is_litgpt,
+        all_of(
+            has("model_name model_config checkpoint_dir initial_checkpoint_dir"),
+            has(
+                """train.save_interval train.log_interval train.max_tokens train.max_seq_length train.lr_warmup_steps
+                train.epochs train.tie_embeddings train.max_norm""",
+                2,
+            ),
+        ),
     ),
     Foreign(
         "a GPT-NeoX configuration, which is not read",
         "write its model's values as Megatron-LM's flags in a text file, and import that",
-        _is_neox,
+        any_of(has("pipe[-_]parallel[-_]size"), has("model[-_]parallel[-_]size num[-_]layers", 2)),
     ),
     Foreign(
         "a NeMo configuration, which is not read",
         "import the run_config.yaml that Megatron-Bridge writes, or write its model's values as Megatron-LM's flags",
-        _is_nemo,
+        lambda document: "exp_manager" in document or any(name.startswith("nemo.") for name in targets(document)),
     ),
     Foreign(
         "a configuration of a PyTorch Lightning trainer: its model is a class of its own program",
-        f"{OWN}, and name a function that builds the model in model.builder (docs/models.md)",
-        _is_lightning,
+        WITH_BUILDER,
+        has(
+            """model.class_path trainer.num_nodes trainer.devices trainer.accelerator trainer.max_epochs
+            trainer.strategy trainer.precision"""
+        ),
     ),
-    Foreign("a torchtune recipe: its model is a function of torchtune", HF_DIR, _is_torchtune),
-    Foreign("a LLaMA-Factory configuration: it fine-tunes a Hugging Face model by name", HF_DIR, _is_llama_factory),
+    Foreign("a torchtune recipe: its model is a function of torchtune", HF_DIR, has("*._component_")),
+    Foreign(
+        "a LLaMA-Factory configuration: it fine-tunes a Hugging Face model by name",
+        HF_DIR,
+        any_of(has("finetuning_type"), has("stage template cutoff_len dataset_dir do_train", 2)),
+    ),
     Foreign(
         "a DeepSpeed configuration: it describes batches and ZeRO, and has no model",
         f"{OWN}, with its values in [batch], [parallel], [optimizer]",
-        _is_deepspeed,
+        any_of(
+            has("zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer wall_clock_breakdown"),
+            all_of(
+                has("train_batch_size"),
+                has("fp16 bf16 gradient_clipping gradient_accumulation_steps steps_per_print scheduler", 2),
+            ),
+        ),
     ),
-    Foreign("a picotron configuration, which is not read", f"{OWN}; for its model {HF_DIR}", _is_picotron),
-    Foreign("a MaxText configuration, which is not read", f"{OWN}, with its sizes in [model.options]", _is_maxtext),
-    Foreign("a fairseq configuration, which is not read", f"{OWN}, with its sizes in [model.options]", _is_fairseq),
+    Foreign(
+        "a picotron configuration, which is not read",
+        f"{OWN}; for its model {HF_DIR}",
+        has("distributed.tp_size distributed.pp_size distributed.cp_size distributed.dp_size distributed.pp_engine", 2),
+    ),
+    Foreign(
+        "a MaxText configuration, which is not read",
+        WITH_SIZES,
+        has("base_emb_dim base_num_decoder_layers base_mlp_dim per_device_batch_size ici_fsdp_parallelism", 2),
+    ),
+    Foreign(
+        "a fairseq configuration, which is not read",
+        WITH_SIZES,
+        all_of(has("task optimization", 2), has("distributed_training dataset common")),
+    ),
     Foreign(
         "the settings of a run that wandb has recorded",
         "import the file that the run was started with",
-        lambda document: "wandb_version" in document or "_wandb" in document,
+        has("wandb_version _wandb"),
     ),
     Foreign(
         "the config.json of a Hugging Face model, not of a training run",
         'set model.builder = "hf:DIR" with its directory (docs/huggingface-models.md), or convert it with '
         "`meshwright convert`",
-        lambda document: "model_type" in document and bool({"architectures", "hidden_size"} & document.keys()),
+        all_of(has("model_type"), has("architectures hidden_size")),
     ),
     Foreign(
         "arguments of a Hugging Face trainer: they train a model by name",
         HF_DIR,
-        lambda document: (
-            "model_name_or_path" in document
-            or _count(document, "per_device_train_batch_size num_train_epochs gradient_accumulation_steps") >= 2
+        any_of(
+            has("model_name_or_path"),
+            has("per_device_train_batch_size num_train_epochs gradient_accumulation_steps", 2),
         ),
     ),
     Foreign(
         "a Hydra configuration: its sections name classes of its own program",
-        f"{OWN}, and name a function that builds the model in model.builder (docs/models.md)",
+        WITH_BUILDER,
         lambda document: any(targets(document)) or isinstance(document.get("defaults"), list),
     ),
 )

@@ -25,26 +25,26 @@ class Signature(NamedTuple):
 
     def matches(self, document: Document) -> bool:
         """Return True if the document is of this format."""
-        if any(_has_key(document, pattern) for pattern in self.alone.split()):
+        if any(has_key(document, pattern) for pattern in self.alone.split()):
             return True
-        found = [name for name, patterns in self.sections.items() if _has_any(document.get(name), patterns.split())]
+        found = [
+            name
+            for name, patterns in self.sections.items()
+            if any(has_key(document, f"{name}.{pattern}") for pattern in patterns.split())
+        ]
         return len(found) >= self.min_sections
 
 
-def _has_any(section: object, patterns: Collection[str]) -> bool:
-    """Return True if ``section`` is a mapping, or a list of them, with a key that matches one of the patterns."""
-    tables = section if isinstance(section, list) else [section]
-    keys = [key for table in tables if isinstance(table, Mapping) for key in table]
-    return any(fnmatchcase(str(key), pattern) for key in keys for pattern in patterns)
-
-
-def _has_key(document: Document, dotted: str) -> bool:
-    """Return True if the document has a key of this dotted pattern."""
-    *above, last = dotted.split(".")
-    table: object = document
-    for name in above:
-        table = table.get(name) if isinstance(table, Mapping) else None
-    return _has_any(table, [last])
+def has_key(document: Document, dotted: str) -> bool:
+    """Return True if the document has a key of this dotted pattern; a list counts as each of its tables."""
+    name, _, below = dotted.partition(".")
+    for key, value in document.items():
+        if not fnmatchcase(str(key), name):
+            continue
+        tables = value if isinstance(value, list) else [value]
+        if not below or any(has_key(table, below) for table in tables if isinstance(table, Mapping)):
+            return True
+    return False
 
 
 NANOTRON = Signature(
