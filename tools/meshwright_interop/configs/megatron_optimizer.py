@@ -7,6 +7,7 @@ import math
 from meshwright.config import Batch, phases
 from meshwright.errors import ConfigError
 from meshwright_interop.configs.megatron_muon import muon
+from meshwright_interop.configs.schedules import put_adam, put_warmup
 from meshwright_interop.configs.translation import Translation
 
 
@@ -56,10 +57,7 @@ def _warmup(translation: Translation, steps: int, whole: float | None, warmup: f
     if fraction is not None and whole:
         name, warmup = "lr-warmup-fraction", fraction * whole
         translation.decide(f"optimizer.warmup_steps = {round(warmup)}: {fraction} of {whole:.0f} steps")
-    given = round(warmup or 0)
-    translation.put("optimizer.warmup_steps", min(given, steps))
-    if given > steps > 0:
-        translation.refuse(name, f"the warm-up ends with the run here, after {steps} steps")
+    put_warmup(translation, name, round(warmup or 0), steps)
 
 
 def _steps_of(translation: Translation, num_samples: float, global_batch: int) -> float:
@@ -127,10 +125,7 @@ def optimizer(translation: Translation, rate: float | None) -> None:
             translation.refuse("optimizer", f"{why}, docs/optimizers.md")
         elif name not in ("adam", "adamw"):
             translation.refuse("optimizer", "no such optimizer here, only adam (AdamW) and sgd")
-        translation.put(
-            "optimizer.betas", [translation.number("adam-beta1", 0.9), translation.number("adam-beta2", 0.999)]
-        )
-        translation.put("optimizer.eps", translation.number("adam-eps", 1e-8))
+        put_adam(translation, "adam-", second=0.999)
     translation.skip("muon-*")  # of another optimizer, or refused above
     translation.put("optimizer.weight_decay", translation.number("weight-decay", 0.01))
     if translation.text("weight-decay-incr-style", "constant") != "constant":

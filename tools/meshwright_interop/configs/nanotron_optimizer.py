@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright_interop.configs.nanotron_keys import FACTORY, RATE
+from meshwright_interop.configs.schedules import put_adam, put_decay, put_warmup
 from meshwright_interop.configs.source_keys import DropReason, is_off
 from meshwright_interop.configs.translation import Translation
 
@@ -16,9 +17,7 @@ def optimizer(translation: Translation) -> None:
     elif name.lower() != "adamw":
         translation.refuse(f"{FACTORY}.name", "no such optimizer here, only adamW and sgd")
     else:
-        betas = [translation.number(f"{FACTORY}.adam_beta1", 0.9), translation.number(f"{FACTORY}.adam_beta2", 0.95)]
-        translation.put("optimizer.betas", betas)
-        translation.put("optimizer.eps", translation.number(f"{FACTORY}.adam_eps", 1e-8))
+        put_adam(translation, f"{FACTORY}.adam_", second=0.95)
     decay = translation.number("optimizer.weight_decay", 0.01)
     translation.put(
         "optimizer.weight_decay", decay, "on matrices only; nanotron decays norms and biases too" if decay else ""
@@ -57,9 +56,7 @@ def _learning_rate(translation: Translation) -> None:
     if (translation.text(f"{RATE}.lr_warmup_style", "linear")) == "constant":
         translation.put("optimizer.warmup_steps", 0, "lr_warmup_style constant starts at the peak rate")
     else:
-        translation.put("optimizer.warmup_steps", warmup)
-        if given > steps:
-            translation.refuse(f"{RATE}.lr_warmup_steps", f"the warm-up ends with the run here, after {steps} steps")
+        put_warmup(translation, f"{RATE}.lr_warmup_steps", given, steps)
     _decay(translation, steps, warmup, is_constant=low >= rate)
     if translation.tree["optimizer.schedule"] != "constant":
         translation.put("optimizer.min_learning_rate", low)
@@ -70,20 +67,13 @@ def _decay(translation: Translation, steps: int, warmup: int, *, is_constant: bo
     start, length = (translation.integer(f"{RATE}.lr_decay_{name}") for name in ("starting_step", "steps"))
     first = warmup if start is None else start
     last = first + (length or steps - warmup - (start or 0))
-    style = translation.text(f"{RATE}.lr_decay_style", "linear")
     if is_constant or first >= steps:
+        translation.text(f"{RATE}.lr_decay_style", "linear")
         translation.put("optimizer.schedule", "constant", "the rate never decays")
         return
     if first < warmup:
         translation.refuse(f"{RATE}.lr_decay_starting_step", "no decay here that starts inside of the warm-up")
-    if style == "1-sqrt":
-        translation.refuse(f"{RATE}.lr_decay_style", "no such decay here, only cosine and linear")
-    if first > warmup:
-        translation.put("optimizer.schedule", "wsd")
-        translation.put("optimizer.decay_steps", max(1, last - first), f"from lr_decay_starting_step {first} on")
-        if style == "cosine":
-            translation.refuse(f"{RATE}.lr_decay_style", "the decay after a constant rate is linear here")
-    else:
-        translation.put("optimizer.schedule", "cosine" if style == "cosine" else "linear")
+    why = f"from lr_decay_starting_step {first} on"
+    put_decay(translation, f"{RATE}.lr_decay_style", (warmup, first, last), why)
     if last != steps:
         translation.put("optimizer.decay_until", last)

@@ -25,7 +25,6 @@ from meshwright_interop.configs.signatures import (
 )
 from meshwright_interop.configs.source_keys import SourceKey
 
-
 Test = Callable[[Document], bool]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright_interop.configs.schedules import put_adam, put_decay, put_warmup
 from meshwright_interop.configs.translation import Translation
 
 
@@ -17,10 +18,7 @@ def optimizer(translation: Translation) -> None:
     rate = translation.number("optimizer.lr", 8e-4)
     assert rate is not None
     translation.put("optimizer.learning_rate", rate)
-    translation.put(
-        "optimizer.betas", [translation.number("optimizer.beta1", 0.9), translation.number("optimizer.beta2", 0.95)]
-    )
-    translation.put("optimizer.eps", translation.number("optimizer.eps", 1e-8))
+    put_adam(translation, "optimizer.", second=0.95)
     translation.put(
         "optimizer.weight_decay", decay, "on matrices only; torchtitan decays norms and biases too" if decay else ""
     )
@@ -34,25 +32,17 @@ def _learning_rate(translation: Translation, rate: float) -> None:
     translation.put("train.steps", steps)
     total = translation.optional_count("lr_scheduler.total_steps") or steps
     warmup = min(translation.integer("lr_scheduler.warmup_steps", 200) or 0, total)
-    translation.put("optimizer.warmup_steps", min(warmup, steps))
-    if warmup > steps:
-        translation.refuse("lr_scheduler.warmup_steps", f"the warm-up ends with the run here, after {steps} steps")
+    put_warmup(translation, "lr_scheduler.warmup_steps", warmup, steps)
     low = float(f"{rate * (translation.number('lr_scheduler.min_lr_factor', 0.0) or 0.0):.12g}")
     translation.put("optimizer.min_learning_rate", low)
-    kind, ratio = translation.text("lr_scheduler.decay_type", "linear"), translation.number("lr_scheduler.decay_ratio")
+    ratio = translation.number("lr_scheduler.decay_ratio")
     decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
     if ratio == 0.0 or decay == 0:
+        translation.text("lr_scheduler.decay_type", "linear")
         translation.put("optimizer.schedule", "constant")
         translation.tree.pop("optimizer.min_learning_rate")
         return
-    if kind == "sqrt":
-        translation.refuse("lr_scheduler.decay_type", "no such decay here, only cosine and linear")
-    if warmup + decay < total:
-        translation.put("optimizer.schedule", "wsd")
-        translation.put("optimizer.decay_steps", decay, f"lr_scheduler.decay_ratio {ratio} of {total} steps")
-        if kind == "cosine":
-            translation.refuse("lr_scheduler.decay_type", "the decay after a constant rate is linear here")
-    else:
-        translation.put("optimizer.schedule", "cosine" if kind == "cosine" else "linear")
+    why = f"lr_scheduler.decay_ratio {ratio} of {total} steps"
+    put_decay(translation, "lr_scheduler.decay_type", (warmup, total - decay, total), why)
     if total != steps:
         translation.put("optimizer.decay_until", total, "lr_scheduler.total_steps")
