@@ -55,6 +55,8 @@ SERVICE_ARROWS = {
 PRODUCT = {"verify", "inference", "doctor"}
 """Commands of the trainer itself; only launch imports them."""
 JOINING = {"parts", "blueprint", "build", "step", "train"}
+FORMER = {"launch"}
+"""Former name of a module, which runs the present one."""
 FOR_SERVICES = {"parts", "blueprint"}
 """Joining modules whose types the services name."""
 
@@ -225,7 +227,7 @@ def forbidden(room: str, other: str) -> str | None:
         if other in SERVICES:
             return None if (room, other) in SERVICE_ARROWS else f"{room} and {other} are services, which stand apart"
         return f"{room} is called by {other}" if other in JOINING - FOR_SERVICES else None
-    return None if room in JOINING else f"{room} has no rule: add it to CORE or SERVICES"
+    return None if room in JOINING | FORMER else f"{room} has no rule: add it to CORE or SERVICES"
 
 
 def at_import(tree: ast.Module) -> ast.Module:
