@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import meshwright.errors
 from meshwright.errors import UserError
+from meshwright.system.bounded import read_text
 from meshwright_launch.arguments import GROUP
 
 CODE = re.compile(r"MW-([A-Z]+)-(\d{3})")
@@ -106,7 +107,7 @@ def find_sites(sources: Iterable[SourceFile], wanted: str = "MW-") -> list[Site]
     """
     found = []
     for source in sources:
-        text = source.path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(source.path, errors="replace")
         if wanted not in text:
             continue
         tree = ast.parse(text)
