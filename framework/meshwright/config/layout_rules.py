@@ -160,49 +160,6 @@ def _offload(config: RunConfig) -> str | None:
     )
 
 
-_MUON, _ADAMW = ("muon",), ("adamw", "adamw8bit", "schedule_free_adamw", "muon")  # Muon steps vectors as AdamW does
-READ_BY = {
-    **dict.fromkeys(("muon_momentum", "nesterov", "ns_steps", "scale"), _MUON),
-    **dict.fromkeys(("beta2_decay", "clip_threshold"), ("adafactor",)),
-    "momentum": ("sgd",),
-    **{"betas": (*_ADAMW, "lion"), "eps": (*_ADAMW, "lion", "adafactor"), "block_size": ("adamw8bit",)},
-}
-"""Key that only some optimizers read -> names of these optimizers."""
-
-
-def _own_keys(config: RunConfig) -> str | None:
-    for key in non_defaults(config.optimizer, *READ_BY):
-        if config.optimizer.name not in (names := READ_BY[key]):
-            given = f"optimizer.{key} = {format_value(getattr(config.optimizer, key))}"
-            choice = " or ".join(map('"{}"'.format, names))
-            return f"{given} has no effect: choose optimizer.name = {choice}, or leave it out"
-    return None
-
-
-def _muon_momentum(config: RunConfig) -> str | None:
-    momentum = config.optimizer.momentum
-    if config.optimizer.name != "muon" or not non_defaults(config.optimizer, "momentum"):
-        return None
-    return (
-        f'optimizer.momentum = {momentum} is read by optimizer.name = "sgd" only, not by "muon": set '
-        f"optimizer.muon_momentum = {momentum}, or leave it out"
-    )
-
-
-def _offloaded_wholes(config: RunConfig) -> str | None:
-    if not config.optimizer.needs_full_weights or not config.parallel.offload:
-        return None
-    if config.optimizer.name == "adafactor":
-        return (
-            'parallel.offload = true keeps optimizer states on the host, and optimizer.name = "adafactor" has almost '
-            "none: its row and column means, which ranks all-reduce on the device; leave offload out"
-        )
-    return (
-        'parallel.offload = true runs the optimizer on the host, and optimizer.name = "muon" multiplies matrices: '
-        "leave offload out (Muon keeps 4 bytes per element, AdamW 8), or choose another optimizer"
-    )
-
-
 def _across_nodes(config: RunConfig) -> str | None:
     if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
         return None
@@ -250,9 +207,6 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),
-    Rule("MW-CONFIG-067", _offloaded_wholes, ("parallel.offload", "optimizer.name")),
-    Rule("MW-CONFIG-073", _muon_momentum, ("optimizer.name", "optimizer.momentum")),
-    Rule("MW-CONFIG-068", _own_keys, ("optimizer.name", "optimizer.muon_momentum", "optimizer.scale")),
     Rule("MW-CONFIG-044", _across_nodes, ("parallel.tp_across_nodes", "parallel.tp")),
     Rule("MW-CONFIG-045", _balance, ("pipeline.balance", "parallel.pp")),
 )

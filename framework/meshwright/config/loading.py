@@ -37,7 +37,9 @@ from meshwright.config.keys import (
     nearest_value,
     null_problem,
 )
-from meshwright.config.optimizer_rules import ALL_RULES, find_contradiction
+from meshwright.config.layout_rules import LAYOUT_RULES
+from meshwright.config.optimizer_rules import OPTIMIZER_RULES, find_contradiction
+from meshwright.config.rules import RULES
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import (
     GivenKey,
@@ -236,7 +238,7 @@ def validate(arranged: KeyTree) -> RunConfig:
 def _check_rules(config: RunConfig, arranged: KeyTree, place: str) -> list[ConfigError]:
     """Return the broken rules between keys. A rule with an invalid key is not checked."""
     problems: list[ConfigError] = []
-    for rule in ALL_RULES:
+    for rule in (*LAYOUT_RULES, *RULES, *OPTIMIZER_RULES):
         message = None if arranged.suppressed.intersection(rule.keys) else rule.check(config)
         if message is not None:
             places = dict.fromkeys(arranged.where[key].place for key in rule.keys if key in arranged.where)

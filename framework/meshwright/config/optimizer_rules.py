@@ -1,4 +1,4 @@
-"""Rules between keys that belong to one optimizer, or to the routing; and ALL_RULES, with those of other modules."""
+"""Rules between keys that belong to one optimizer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable
 
 from meshwright.config.keys import format_value
-from meshwright.config.layout_rules import LAYOUT_RULES
-from meshwright.config.rules import RULES, Rule
+from meshwright.config.rules import Rule, non_defaults
 from meshwright.config.schema import RunConfig
 from meshwright.config.training import BUILDER_DEFAULTS, Optimizer
 
@@ -15,6 +14,49 @@ OPTION_OF = {"learning_rate": "lr"}
 """Key of [optimizer] -> the option of an ``optimizer.builder`` with the same meaning, where their names differ."""
 GROUP_FIELDS = ("params", "rate_factor", "eps_factor", "eight_bit")
 """Fields of the parameter groups that an ``optimizer.builder`` gets: they overrule arguments of these names."""
+
+
+_MUON, _ADAMW = ("muon",), ("adamw", "adamw8bit", "schedule_free_adamw", "muon")  # Muon steps vectors as AdamW does
+READ_BY = {
+    **dict.fromkeys(("muon_momentum", "nesterov", "ns_steps", "scale"), _MUON),
+    **dict.fromkeys(("beta2_decay", "clip_threshold"), ("adafactor",)),
+    "momentum": ("sgd",),
+    **{"betas": (*_ADAMW, "lion"), "eps": (*_ADAMW, "lion", "adafactor"), "block_size": ("adamw8bit",)},
+}
+"""Key that only some optimizers read -> names of these optimizers."""
+
+
+def _own_keys(config: RunConfig) -> str | None:
+    for key in non_defaults(config.optimizer, *READ_BY):
+        if config.optimizer.name not in (names := READ_BY[key]):
+            given = f"optimizer.{key} = {format_value(getattr(config.optimizer, key))}"
+            choice = " or ".join(map('"{}"'.format, names))
+            return f"{given} has no effect: choose optimizer.name = {choice}, or leave it out"
+    return None
+
+
+def _muon_momentum(config: RunConfig) -> str | None:
+    momentum = config.optimizer.momentum
+    if config.optimizer.name != "muon" or not non_defaults(config.optimizer, "momentum"):
+        return None
+    return (
+        f'optimizer.momentum = {momentum} is read by optimizer.name = "sgd" only, not by "muon": set '
+        f"optimizer.muon_momentum = {momentum}, or leave it out"
+    )
+
+
+def _offloaded_wholes(config: RunConfig) -> str | None:
+    if not config.optimizer.needs_full_weights or not config.parallel.offload:
+        return None
+    if config.optimizer.name == "adafactor":
+        return (
+            'parallel.offload = true keeps optimizer states on the host, and optimizer.name = "adafactor" has almost '
+            "none: its row and column means, which ranks all-reduce on the device; leave offload out"
+        )
+    return (
+        'parallel.offload = true runs the optimizer on the host, and optimizer.name = "muon" multiplies matrices: '
+        "leave offload out (Muon keeps 4 bytes per element, AdamW 8), or choose another optimizer"
+    )
 
 
 def _schedule_free(config: RunConfig) -> str | None:
@@ -67,18 +109,6 @@ def find_contradiction(optimizer: Optimizer, keys: Iterable[str]) -> str | None:
     return None
 
 
-def _routing(config: RunConfig) -> str | None:
-    mode, directory = config.train.routing, config.train.routing_directory
-    if mode == "replay" and directory is None:
-        return 'train.routing = "replay" needs train.routing_directory, the directory of a recording: set it'
-    if mode == "off" and directory is not None:
-        return (
-            f'train.routing_directory = {format_value(directory)} has no effect with train.routing = "off": leave it '
-            f'out, or choose "record" or "replay"'
-        )
-    return None
-
-
 OPTIMIZER_RULES = (
     Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),
     Rule("MW-CONFIG-071", _state_dtype, ("optimizer.state_dtype", "optimizer.name", "optimizer.builder")),
@@ -87,6 +117,7 @@ OPTIMIZER_RULES = (
         _options,
         ("optimizer.builder", "optimizer.options", *(f"optimizer.{key}" for key in BUILDER_DEFAULTS)),
     ),
-    Rule("MW-CONFIG-078", _routing, ("train.routing", "train.routing_directory")),
+    Rule("MW-CONFIG-067", _offloaded_wholes, ("parallel.offload", "optimizer.name")),
+    Rule("MW-CONFIG-073", _muon_momentum, ("optimizer.name", "optimizer.momentum")),
+    Rule("MW-CONFIG-068", _own_keys, ("optimizer.name", "optimizer.muon_momentum", "optimizer.scale")),
 )
-ALL_RULES = (*LAYOUT_RULES, *RULES, *OPTIMIZER_RULES)

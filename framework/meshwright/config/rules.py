@@ -1,4 +1,6 @@
-"""Rules between keys of the model, the data, training and saving; ``layout_rules.py`` has those of the layout.
+"""Rules between keys of the model, the data, training and saving.
+
+``layout_rules.py`` has those of the layout, ``optimizer_rules.py`` those of one optimizer.
 
 Each rule lists the keys it reads, and its message contains the error and its remedy.
 
@@ -275,6 +277,18 @@ def _adapter(config: RunConfig) -> str | None:
     return None
 
 
+def _routing(config: RunConfig) -> str | None:
+    mode, directory = config.train.routing, config.train.routing_directory
+    if mode == "replay" and directory is None:
+        return 'train.routing = "replay" needs train.routing_directory, the directory of a recording: set it'
+    if mode == "off" and directory is not None:
+        return (
+            f'train.routing_directory = {format_value(directory)} has no effect with train.routing = "off": leave it '
+            f'out, or choose "record" or "replay"'
+        )
+    return None
+
+
 RULES = (
     Rule("MW-CONFIG-066", _adapter, ("adapter.rank", "adapter.targets", "adapter.dora")),
     Rule("MW-CONFIG-036", _layers, ("model.options",)),
@@ -299,5 +313,6 @@ RULES = (
     Rule("MW-CONFIG-059", _own_schedule, ("optimizer.schedule", "optimizer.warmup_steps")),
     Rule("MW-CONFIG-062", _loss_scale, ("train.dtype", "loss_scale.fixed", "loss_scale.minimum", "loss_scale.initial")),
     Rule("MW-CONFIG-065", _fp8, ("train.linear", "train.fp8_keep", "train.dtype", "train.device")),
+    Rule("MW-CONFIG-078", _routing, ("train.routing", "train.routing_directory")),
     Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )
