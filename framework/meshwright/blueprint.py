@@ -95,6 +95,14 @@ class Blueprint:
         batch = batch_numbers(self.config)
         return sum(cost.model_flops for cost in self.layer_costs) * batch.global_batch / batch.micro_batch_size
 
+    @property
+    def label_positions(self) -> int:
+        """Label positions of the largest global batch, ignored ones included.
+
+        The loss of every micro-batch is scaled by its inverse, and STEP multiplies by it: see step.py.
+        """
+        return batch_numbers(self.config).global_batch * self.example.labels_per_sample
+
     def stage_layers(self, stage: int) -> nn.Sequential:
         """Return the layers of one stage, under their names in the whole model."""
         named = list(self.model.layers.named_children())

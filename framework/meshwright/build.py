@@ -12,7 +12,6 @@ from torch import nn
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import (
     RunConfig,
-    batch_numbers,
     bucket_bytes,
     expert_shard_factor,
     reduces_each_microbatch,
@@ -138,12 +137,11 @@ def make_stage(
     blueprint: Blueprint, index: int, layers: nn.Sequential, losses: Losses, before_layer: Callable[[str], None]
 ) -> Stage:
     """Build a stage of these layers with the specs of the blueprint. ``losses``: (training, validation)."""
-    labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
     spec = StageSpec(
         index,
         input=blueprint.boundaries[index - 1] if index > 0 else None,
         output=blueprint.boundaries[index] if index < len(blueprint.stages) - 1 else None,
-        loss_scale=1.0 / labels_per_step,
+        loss_scale=1.0 / blueprint.label_positions,
         splits_backward=blueprint.schedule.splits_backward,
         recomputed=blueprint.recomputed,
         running=frozenset(blueprint.running),

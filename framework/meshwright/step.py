@@ -43,7 +43,7 @@ def take_step(parts: Parts) -> StepStats:
         stage.step_scale = state.loss_scale.value
     parts.step_state.begin(stages[0].loss_scale * state.loss_scale.value)  # the same for all stages
     feed = StepFeed(parts, parts.source, state.samples_seen)
-    found: list[StepStats] = []
+    found: list[StepStats] = []  # filled by STEP, an item of the row that the executor calls
     parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))
     (stats,) = found
     if stats.skipped:  # the same on every rank
@@ -62,7 +62,7 @@ def take_step(parts: Parts) -> StepStats:
 
 
 def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
-    """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
+    """Run STEP of the schedule: sum tied gradients, all-reduce the sums of all ranks, then update this rank's shards.
 
     The buckets hold the gradient of loss scale x loss_sum / label positions of the largest global batch. The mean over
     the labels that counted needs the factor positions / counted / loss scale: 1 unless labels are ignored, the batch
@@ -74,7 +74,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     sums, passed_s, recorded = StepSums(*numbers[:fields]), numbers[fields : fields + pp], numbers[fields + pp :]
     counted = max(sums.num_tokens, 1.0)
     scale = parts.state.loss_scale.value
-    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted / scale
+    factor = parts.blueprint.label_positions / counted / scale
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(sums.square_norm) * factor
@@ -124,6 +124,7 @@ class StepSums(NamedTuple):
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars, in float64.
 
+    The ties come before the norm, which must see the whole gradient in each copy, and after REDUCE of every stage.
     The vector has :class:`StepSums`, the seconds of each pipeline rank up to the end of its last computation, 2 sums
     per metric, and the step state. Does not wait for the device. On CUDA the times are those of the step before.
     """

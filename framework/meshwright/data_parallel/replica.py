@@ -101,6 +101,10 @@ class StageReplica:
     def _accumulated(reference: weakref.ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
         """Add one parameter's gradient of a micro-batch to its bucket, after autograd has computed it.
 
+        float32, gradient kept    ``grad`` is the bucket's view: autograd adds to it in place
+        16 bits, gradient kept    ``grad`` is a temporary, added to the view and freed
+        gradient not kept         the same, because the bucket's gradient is freed after each reduction (ZeRO-2)
+
         NOTE [weak hooks]: a parameter's hooks refer to the replica weakly, and do nothing without it. Python's garbage
         collector does not see them: a strong reference would keep hooks, buckets and connections alive forever.
         """

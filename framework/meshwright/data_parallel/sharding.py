@@ -121,7 +121,7 @@ class ShardedParameters(ABC):
     master: Tensor
     """Master weights (numel/n,) that the optimizer steps: this rank's shard, in the dtype of the gradient."""
     shard_gradient: Tensor
-    """This rank's shard (numel/n,) of the reduced gradient."""
+    """This rank's shard (numel/n,) of the reduced gradient. Never rebound: the optimizer holds this tensor."""
 
     def __init__(
         self, slots: Sequence[BucketSlot], sharding: Sharding, numel: int, dtype: torch.dtype, device: torch.device
@@ -142,7 +142,7 @@ class ShardedParameters(ABC):
         self.is_sharded = sharding.shard.size > 1
         self.shard_range = sharding.range_of(numel)
         self.pending: CollectiveHandle | None = None
-        """Collective that was posted last and has not been awaited."""
+        """Collective that was posted last and has not been awaited. One alone: wait before the next is posted."""
 
     @property
     def is_mixed_precision(self) -> bool:

@@ -161,7 +161,11 @@ class Executor:
         times.end(action, start)
 
     def _backward(self, item: Computation, run: _Run) -> None:
-        """Run B, I or W. I defers weight gradients and therefore reduces none."""
+        """Run B, I or W.
+
+        I defers the weight gradients of linears and embeddings, and reduces none: those that it does compute (norms)
+        are reduced with W, where ``begin_reducing`` counts them as complete.
+        """
         action, index, microbatch, taken, result, is_last = item
         stage, times = self.stages[index], run.times
         found: list[Tensor] = []

@@ -42,7 +42,7 @@ class StageSpec:
     output: ValueSpec | None
     """Spec of the sent value; None on the last stage, which computes the loss."""
     loss_scale: float = 1.0
-    """Factor of ``loss_sum`` in backward: 1 / (label positions of the largest global batch, ignored ones included)."""
+    """Factor of ``loss_sum`` in backward: 1 / ``Blueprint.label_positions``. Not that of float16: ``step_scale``."""
     splits_backward: bool = False
     recomputed: Collection[str] = ()
     """Layers, and parts of layers, with activation checkpointing (recompute)."""
@@ -144,7 +144,7 @@ class Stage:
         return found
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Run the backward of one micro-batch; weight gradients accumulate in place.
+        """Run the backward of one micro-batch; hooks of data_parallel/replica.py add weight gradients to the buckets.
 
         Args:
             gradients: one per output leaf that needs a gradient, in its shape; None on the last stage, which starts
