@@ -6,7 +6,7 @@ Each layer runs forward and backward as a stage of its own does, first to last a
 gradients accumulate over micro-batches. Time is this process's CPU time, median over the repeats, so that other work on
 the machine does not count. Then the layers are cut into stages by each balance, and the slowest stage is compared with
 the mean, by the measured times. Last come the rates that one thread reaches here: the figures behind
-framework/meshwright/pipeline/costs.py.
+framework/meshwright/pipeline/plan/costs.py.
 """
 
 from __future__ import annotations

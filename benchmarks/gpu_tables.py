@@ -68,6 +68,8 @@ def exposed() -> Table:
 def memory(tree: Path) -> Table:
     """Run the dry run of the checkout ``tree``."""
     table = Table("job, S 8,192", "peak of the fullest rank")
+    if not (tree / "launch" / "meshwright_launch").is_dir():
+        sys.exit(f"--tree {tree}: no checkout with launch/meshwright_launch: run the dry run of an older one by itself")
     roots = os.pathsep.join(str(tree / root) for root in ("framework", "models", "launch", "tools"))
     for name, (config, *overrides) in MEMORY.items():
         command = [sys.executable, "-m", "meshwright_launch", "dryrun", str(tree / f"configs/{config}.toml")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import meshwright.errors
 from meshwright.errors import UserError
 from meshwright.system.bounded import read_text
-from meshwright_launch.arguments import GROUP
+from meshwright_launch.arguments.registered import entries
 
 CODE = re.compile(r"MW-([A-Z]+)-(\d{3})")
 MOST_TEXTS = 4
@@ -86,7 +85,7 @@ class Site(NamedTuple):
 
 def installed_sources() -> Iterator[SourceFile]:
     """Yield every module of the trainer, the launcher and the packages that register commands. Imports none of them."""
-    registered = {entry.module.partition(".")[0] for entry in entry_points(group=GROUP)}
+    registered = {entry.value.partition(":")[0].partition(".")[0] for entry in entries().values()}
     for package in sorted({"meshwright", "meshwright_launch", *registered}):
         spec = find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():
@@ -110,11 +109,14 @@ def find_sites(sources: Iterable[SourceFile], wanted: str = "MW-") -> list[Site]
         text = read_text(source.path, errors="replace")
         if wanted not in text:
             continue
-        tree = ast.parse(text)
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:  # a file of another package that has commands
+            continue
         functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         for call, around in calls(tree):
             code = code_of(call)
-            if code is None:
+            if code is None or len(call.args) < 2:
                 continue
             texts = _Texts(functions, around).of(call.args[1], 0)[:MOST_TEXTS]
             kind = "ConfigError" if called(call) in ("Rule", "refuse") else called(call)

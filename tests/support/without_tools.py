@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.sources import ROOT, SOURCE_ROOTS
 
 PLACE = ROOT / ".trainer"
-FOLDERS = ("tests/framework", "tests/models", "tests/launch")
+FOLDERS = ("tests/framework", "tests/models")
 
 
 def make() -> Path:

@@ -1,8 +1,8 @@
 """Import of functions that a configuration names as ``package.module:function``, and the place of errors in user code.
 
 NOTE [import order]: installed packages are searched first and the working directory last. The working directory enters
-the search path only when a user's function is imported. ``meshwright_models`` is found beside this package, so that no
-folder of the user hides it.
+the search path only when a user's function is imported, so that no folder of it hides ``meshwright_models``; one that
+PYTHONPATH names does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
             _append_working_directory()
         module = importlib.import_module(module_name)
     except ImportError as error:
-        advice = _hidden(package) or "Run from the directory that holds it, or install it into this environment"
+        advice = (
+            _renamed(error.name)
+            or _hidden(package)
+            or "Run from the directory that holds it, or install it into this environment"
+        )
         raise error_type(
             "MW-CONFIG-008", f"{key} = {path!r}: cannot import {module_name} ({error}). {advice}"
         ) from error
@@ -178,6 +182,17 @@ def _working_directory() -> list[Path]:
 
 def _append_working_directory() -> None:
     sys.path.extend(str(folder) for folder in _working_directory() if not {"", str(folder)} & set(sys.path))
+
+
+def _renamed(module: str | None) -> str | None:
+    """Return advice for a module by a former name of a package of this distribution, or None."""
+    for former, now in (
+        ("meshwright.models", "meshwright_models"),
+        ("meshwright.tools", "meshwright.verify and others"),
+    ):
+        if module is not None and (module == former or module.startswith(f"{former}.")):
+            return f"{former} is {now} now"
+    return None
 
 
 def _hidden(package: str) -> str | None:

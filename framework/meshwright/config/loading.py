@@ -316,6 +316,6 @@ def _advise_import(file: KeySource, place: str) -> list[ConfigError]:
     command = f"meshwright config import {place}"
     if len(sections & TORCHTITAN) >= 2:
         return [ConfigError("MW-CONFIG-022", f"{place}: a configuration of torchtitan: `{command}` converts it")]
-    if file.problems and File(place).is_file() and File(place).suffix in (".yaml", ".yml", ".txt"):
+    if file.problems and File(place).is_file() and File(place).suffix in ("", ".yaml", ".yml", ".txt", ".sh"):
         return [ConfigError("MW-CONFIG-023", f"{place}: `{command}` reads nanotron's YAML and Megatron-LM's flags")]
     return []

@@ -25,7 +25,15 @@ class Scheme(NamedTuple):
 
 @functools.cache
 def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        if entry.name not in found or _is_ours(entry):  # of two with one name ours, or the first
+            found[entry.name] = entry
+    return found
+
+
+def _is_ours(entry: EntryPoint) -> bool:
+    return entry.dist is not None and entry.dist.name == DISTRIBUTION
 
 
 def scheme_of(builder: str) -> Scheme | None:
@@ -38,7 +46,9 @@ def scheme_of(builder: str) -> Scheme | None:
 
 def is_own_scheme(builder: str) -> bool:
     """Return whether a builder's scheme is of this distribution. Such a one runs no code of its place."""
-    if scheme_of(builder) is None:
-        return False
-    dist = _entries()[builder.partition(":")[0]].dist
-    return dist is not None and dist.name == DISTRIBUTION
+    return scheme_of(builder) is not None and _is_ours(_entries()[builder.partition(":")[0]])
+
+
+def is_scheme(builder: str) -> bool:
+    """Return whether a builder has the form of a scheme, registered or not: ``hf:`` always has."""
+    return builder.startswith("hf:") or scheme_of(builder) is not None

@@ -55,7 +55,7 @@ class Model(Section):
 
     builder: Annotated[str, AfterValidator(current_name)] = Field(
         default="meshwright_models.gpt2:build",
-        pattern=r"^([\w.]+:\w+|hf:.+)$",
+        pattern=r"^([\w.]+:\w+|[\w-]+:.+)$",
         description='a module and a function in it, as in "my_package.my_module:build"; or "hf:" and a directory',
     )
     """Function that builds the model; or a directory with a model of Hugging Face transformers."""

@@ -26,6 +26,7 @@ or the builder itself: see builder_run.py.
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from meshwright.adapters.attach import attach, freeze_base
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import error_place, find_function
-from meshwright.config.schemes import scheme_of
+from meshwright.config.schemes import is_scheme, scheme_of
 from meshwright.errors import ModelError, UserError, reason_of
 from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
@@ -163,18 +164,45 @@ class PlainModel:
 
 def find_builder(path: str) -> Callable[..., Any]:
     """Return the function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
-    if scheme := scheme_of(path):
-        of_place = find_function(f"{scheme.module}:builder", "model.builder", "a builder", ModelError)
-        return of_place(scheme.place)  # type: ignore[no-any-return]
+    if is_scheme(path):
+        return _call_scheme(path, "builder")  # type: ignore[no-any-return]
     return find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
+
+
+def _call_scheme(path: str, function: str) -> Any:
+    """Call a function of the scheme of a builder with its place.
+
+    Raises:
+        ModelError: the scheme's package is not installed, or its function fails.
+    """
+    scheme = scheme_of(path)
+    name = path.partition(":")[0]
+    module = None if scheme is None else scheme.module
+    try:
+        called = getattr(importlib.import_module(module or ""), function)
+    except (ImportError, ValueError, AttributeError) as error:
+        why = "no package registers it" if module is None else f"{module}: {reason_of(error)}"
+        raise ModelError(
+            "MW-MODEL-058",
+            f"model.builder = {path!r}: the scheme {name} is not installed here ({why}): install meshwright with its "
+            f"package meshwright_interop, in a checkout by `pip install -e .`",
+        ) from error
+    assert scheme is not None
+    try:
+        return called(scheme.place)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ModelError(
+            "MW-MODEL-059", f"model.builder = {path!r}: {module} failed{error_place(error)}: {reason_of(error)}"
+        ) from error
 
 
 def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
     """Return the vocabulary size, from the model's options or its directory; None if neither contains it."""
     found = options.get("vocab_size")
-    if found is None and (scheme := scheme_of(path)):
-        of_place = find_function(f"{scheme.module}:vocabulary", "model.builder", "a builder", ModelError)
-        found = of_place(scheme.place)
+    if found is None and is_scheme(path):
+        found = _call_scheme(path, "vocabulary")
     return found if isinstance(found, int) else None
 
 
@@ -199,7 +227,7 @@ def build_model(
     if any(problem.code in requirements.UNFINISHED for problem in problems):
         raise requirements.joined(problems)
     owners = find_owners(layers)
-    if scheme_of(path) is None:  # a restructured model fills all tensors, or names those that it cannot
+    if not is_scheme(path):  # a restructured model fills all tensors, or names those that it cannot
         problems += run.take_over(outline, owners, {name for names in tied for name in names[1:]})
     problems += requirements.buffer_problems(path, layers)
     if problems_found is not None and all(problem.code in requirements.DESCRIBABLE for problem in problems):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import entry_points
 
 from meshwright.system.process import own_version
 from meshwright_launch.arguments import checkpoints, files, inspection, planning, training
-from meshwright_launch.arguments.common import AddCommand, Added, CommandParser
+from meshwright_launch.arguments.common import AddCommand, CommandParser
+from meshwright_launch.arguments.registered import add_registered, entries
 
 OWN: dict[str, AddCommand] = {
     "init": planning.init,
@@ -33,41 +33,25 @@ ORDER = (
     "completion",
 )
 """Order in which help lists commands; those of other packages come last."""
-GROUP = "meshwright.commands"
-"""Entry points of further commands: name, or ``command.subcommand``, and a function that adds its parser."""
-
-
-def registered() -> dict[str, AddCommand]:
-    """Return the commands of other packages. One whose package is not there is left out."""
-    found: dict[str, AddCommand] = {}
-    for entry in entry_points(group=GROUP):
-        try:
-            found[entry.name] = entry.load()
-        except ModuleNotFoundError as error:
-            if error.name != entry.module.partition(".")[0]:
-                raise
-    return found
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all commands, each with an example."""
-    parser: argparse.ArgumentParser = CommandParser(
+    parser = CommandParser(
         prog="meshwright",
         description="3D-parallel training of transformers: one model, any layout, the same numbers.",
         epilog="`meshwright COMMAND --help` describes a command, with an example; docs/tasks has a page for each task.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"meshwright {own_version()}")
-    added = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    commands = OWN | registered()
+    plain: argparse.ArgumentParser = parser
+    added = plain.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    others = entries()
     position = {name: at for at, name in enumerate(ORDER)}
-    for name in sorted(commands, key=lambda name: position.get(name, len(ORDER))):
-        command, _, subcommand = name.partition(".")
-        commands[name](subcommands_of(added, command) if subcommand else added)
+    for name in sorted({*OWN, *others}, key=lambda name: position.get(name, len(ORDER))):
+        if name in OWN:
+            OWN[name](added)
+        if name in others:
+            add_registered(added, others[name], OWN)
+    parser.absent = frozenset(ORDER) - set(added.choices)
     return parser
-
-
-def subcommands_of(added: Added, command: str) -> Added:
-    """Return the group of subparsers of a command that has some, such as ``config``."""
-    groups = [each for each in added.choices[command]._actions if isinstance(each, argparse._SubParsersAction)]
-    return groups[0]

@@ -32,8 +32,17 @@ AddCommand: TypeAlias = Callable[[Added], object]
 class CommandParser(argparse.ArgumentParser):
     """Parser whose errors have an error code, as all errors that a user can cause."""
 
+    absent: frozenset[str] = frozenset()
+    """Commands whose package is not installed."""
+
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and leave with 2."""
+        named = re.search(r"invalid choice: '(\w+)'", message)
+        if named and named[1] in self.absent:
+            message = (
+                f"the package of the command {named[1]} is not registered here: install meshwright with its packages "
+                f"meshwright_plan and meshwright_interop, in a checkout by `pip install -e .`"
+            )
         super().error(visible(str(UserError("MW-LAUNCH-054", abridge_words(message)))))
 
 

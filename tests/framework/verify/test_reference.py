@@ -168,7 +168,7 @@ def plain_of_cross_entropy() -> RunNumbers:
 def test_a_model_that_does_not_run_plainly_says_so_in_one_message() -> None:
     with pytest.raises(
         ModelError,
-        match=r"the plain run of tests\.tools\.verify\.models:own_loss failed at .*no such label",
+        match=r"the plain run of tests\.framework\.verify\.models:own_loss failed at .*no such label",
         check=has_code("MW-VERIFY-009"),
     ):
         plain("own_loss", breaks=True)

@@ -11,6 +11,7 @@ from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, b
 from meshwright.checkpoint.files import final_directory
 from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.parameters import ParameterInfo
+from meshwright.system.packages import OWN_PACKAGES
 
 CANARY = "canary"
 """The file that a payload makes in the working directory."""
@@ -45,7 +46,7 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
 def payloads(folder: Path) -> None:
     """Modules in the working directory, alone and in packages named like ours, that make the canary when imported."""
     (folder / "payload.py").write_text(MODULE)
-    for package in ("theirs", "models", "framework", "launch", "meshwright"):
+    for package in ("theirs", "models", "framework", "launch", "tools", "configs", *OWN_PACKAGES):
         (folder / package).mkdir()
         (folder / package / "__init__.py").write_text(MODULE)
         (folder / package / "payload.py").write_text(MODULE)

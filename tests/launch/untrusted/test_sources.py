@@ -34,7 +34,7 @@ ALLOWED = {
     ): "the door: framework/meshwright/run/trust.py says for whom it opens",
     ("launch/meshwright_launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
     ("framework/meshwright/__init__.py", "importlib.import_module"): "the table of public names",
-    ("framework/meshwright/launch.py", "runpy.run_module"): "a constant name, of our launcher",
+    ("framework/meshwright/launch/__init__.py", "runpy.run_module"): "a constant name, of our launcher",
     (
         "launch/meshwright_launch/arguments/common.py",
         "importlib.import_module",

@@ -1,0 +1,76 @@
+"""Commands that other packages add to ``meshwright`` by entry points of the group ``meshwright.commands``.
+
+    [project.entry-points."meshwright.commands"]
+    fly = "my_package.parsers:fly"              a command; "config.fly" is one below the command config
+
+The value is a function that takes a group of subparsers and adds a parser of the entry's name to it, by
+:func:`meshwright_launch.arguments.common.command`, whose ``run`` is ``module:function`` in full. The packages of tools/
+are added so. One that cannot be loaded is left out with a line on stderr: a broken package stops no other command.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from importlib.metadata import EntryPoint, entry_points
+
+from meshwright.errors import reason_of
+from meshwright.system.packages import is_own_package
+from meshwright.terminal.output import tell
+from meshwright_launch.arguments.common import Added
+
+GROUP = "meshwright.commands"
+DISTRIBUTION = "meshwright"
+
+
+def entries() -> dict[str, EntryPoint]:
+    """Return the entry points by name; of two with one name ours, or the first."""
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        if entry.name not in found or is_ours(entry):
+            found[entry.name] = entry
+    return found
+
+
+def is_ours(entry: EntryPoint) -> bool:
+    """Return whether an entry point is one of this distribution."""
+    return entry.dist is not None and entry.dist.name == DISTRIBUTION
+
+
+def add_registered(added: Added, entry: EntryPoint, taken: Collection[str]) -> None:
+    """Add the parser of an entry point.
+
+    ``taken``: names of commands of the launcher itself, which no other package replaces.
+    """
+    command, _, subcommand = entry.name.partition(".")
+    try:
+        if entry.name in taken:
+            raise ValueError(f"{entry.name} is a command of meshwright itself")
+        add = entry.load()
+        group = subcommands_of(added, command) if subcommand else added
+        before = set(group.choices)
+        add(group)
+        if set(group.choices) - before != {subcommand or command}:
+            raise ValueError(f"it adds no parser of the name {subcommand or command}")
+    except ModuleNotFoundError as error:
+        if not (is_ours(entry) and error.name is not None and is_own_package(error.name)):
+            _report(entry, error)  # else a package of this distribution is not installed: the trainer alone
+    except (Exception, SystemExit) as error:
+        _report(entry, error)
+
+
+def subcommands_of(added: Added, command: str) -> Added:
+    """Return the group of subparsers of a command that has some, such as ``config``."""
+    actions = added.choices[command]._actions if command in added.choices else []
+    for action in actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action
+    raise ValueError(f"{command} is no command with subcommands")
+
+
+def _report(entry: EntryPoint, error: BaseException) -> None:
+    package = entry.dist.name if entry.dist is not None else entry.value
+    tell(
+        f"meshwright: the command {entry.name} of the package {package} is left out: {reason_of(error)}. Upgrade or "
+        f"uninstall {package}"
+    )
