@@ -26,7 +26,6 @@ or the builder itself: see builder_run.py.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,26 +174,26 @@ def _call_scheme(path: str, function: str) -> Any:
     Raises:
         ModelError: the scheme's package is not installed, or its function fails.
     """
-    scheme = scheme_of(path)
-    name = path.partition(":")[0]
-    module = None if scheme is None else scheme.module
-    try:
-        called = getattr(importlib.import_module(module or ""), function)
-    except (ImportError, ValueError, AttributeError) as error:
-        why = "no package registers it" if module is None else f"{module}: {reason_of(error)}"
+    scheme, why = scheme_of(path), "no package registers it"
+    called: Callable[..., Any] | None = None
+    if scheme is not None:
+        try:
+            called = find_function(f"{scheme.module}:{function}", "model.builder", "a scheme's function", ModelError)
+        except ModelError as error:
+            why = error.message
+    if scheme is None or called is None:
         raise ModelError(
             "MW-MODEL-058",
-            f"model.builder = {path!r}: the scheme {name} is not installed here ({why}): install meshwright with its "
-            f"package meshwright_interop, in a checkout by `pip install -e .`",
-        ) from error
-    assert scheme is not None
+            f"model.builder = {path!r}: the scheme {path.partition(':')[0]} is not installed here ({why}): install "
+            f"meshwright with its package meshwright_interop, in a checkout by `pip install -e .`",
+        )
     try:
         return called(scheme.place)
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
         raise ModelError(
-            "MW-MODEL-059", f"model.builder = {path!r}: {module} failed{error_place(error)}: {reason_of(error)}"
+            "MW-MODEL-059", f"model.builder = {path!r}: {scheme.module} failed{error_place(error)}: {reason_of(error)}"
         ) from error
 
 
