@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from tests.support.sources import PACKAGES, ROOT, files
 
+MISSPELT = "tests.exmples.a"
+"""Module that a test of a wrong name names."""
 PYRIGHT = shutil.which("pyright") or shutil.which("pyright", path=str(Path(sys.executable).parent))
 needs_pyright = pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed: pip install 'pyright[nodejs]'")
 
@@ -92,3 +95,15 @@ def test_types_of_the_core_reach_an_own_run(tmp_path: Path) -> None:
     found = diagnostics(tmp_path / "own_run.py")
     shown = [str(each["message"]) for each in found if each["severity"] == "information"]
     assert len(shown) == 2 and "RunConfig" in shown[0] and "Parts" in shown[1] and "StepStats" in shown[1], shown
+
+
+def test_functions_of_tests_that_are_named_are_there() -> None:
+    """Builders in configurations: ``tests.support.builders:``, and a name."""
+    named = re.compile(r"\b(tests(?:\.\w+)+):\w+")
+    lost = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for module in named.findall(path.read_text(encoding="utf-8"))
+        if module != MISSPELT and not (ROOT / module.replace(".", "/")).with_suffix(".py").is_file()
+    ]
+    assert not lost, "\n".join(lost)

@@ -168,7 +168,7 @@ def train_rank(rank: int, world_size: int, config: Any) -> None:
 
 def test_training_goes_on_from_them_on_any_layout(theirs: Path, base: Path, pool: RankPool, tmp_path: Path) -> None:
     adapter = peft_files(tmp_path / "peft", drawn())
-    data = ["--data.builder=tests.framework.adapters.test_fused:rows"]
+    data = ["--data.builder=tests.interop.adapters.test_fused:rows"]
     convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), data)
     more = ["--train.steps=1", "--train.dtype=float64", "--train.device=cpu", "--parallel.tp=2", "--parallel.dp=1"]
     more += ["--batch.global_batch=2", "--tracking.console=false", "--optimizer.learning_rate=1e-30"]
