@@ -55,12 +55,14 @@ def error_place(error: BaseException) -> str:
 def current_name(path: str) -> str:
     """Return the present name of a builder: ``meshwright.models.gpt2:build`` becomes ``meshwright_models.gpt2:build``.
 
-    A module ``models.gpt2`` of the user keeps its name, and the user's module is imported.
+    A module ``models.gpt2`` of the user keeps its name, and the user's module is imported. A folder ``models/gpt2``
+    without code, such as one with weights, is no module.
     """
     if path not in FORMER_BUILDERS:
         return path
-    found, own = find_source(path), find_source(FORMER_BUILDERS[path])
-    return FORMER_BUILDERS[path] if found is None or (own and Path(found).resolve() == Path(own).resolve()) else path
+    found = find_source(path)
+    is_users = found is not None and Path(found).is_file()
+    return path if is_users else FORMER_BUILDERS[path]
 
 
 def is_own_builder(path: str) -> bool:
@@ -185,14 +187,9 @@ def _append_working_directory() -> None:
 
 
 def _renamed(module: str | None) -> str | None:
-    """Return advice for a module by a former name of a package of this distribution, or None."""
-    for former, now in (
-        ("meshwright.models", "meshwright_models"),
-        ("meshwright.tools", "meshwright.verify and others"),
-    ):
-        if module is not None and (module == former or module.startswith(f"{former}.")):
-            return f"{former} is {now} now"
-    return None
+    """Return advice for a module by the former name of ``meshwright_models``, or None."""
+    is_former = f"{module}.".startswith("meshwright.models.")
+    return "meshwright.models is meshwright_models now" if is_former else None
 
 
 def _hidden(package: str) -> str | None:

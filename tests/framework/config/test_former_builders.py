@@ -10,11 +10,10 @@ import pytest
 from meshwright.checkpoint.compatible import check_compatible
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import load
-from meshwright.config.functions import OWN_BUILDERS, find_function, find_source, is_own_builder
+from meshwright.config.functions import OWN_BUILDERS, find_function, is_own_builder
 from meshwright.errors import CheckpointError, ModelError
 from tests.support.errors import has_code
 
-ROOT = Path(__file__).parents[3]
 FORMER = "models.gpt2:build"
 NOW = "meshwright_models.gpt2:build"
 
@@ -37,19 +36,33 @@ def test_a_former_name_is_the_present_one(
 
 
 def test_in_the_repository_too() -> None:
-    assert find_source(FORMER) is None  # the folder ``models`` in the working directory has no such module
     assert load("configs/demo.toml", [f"--model.builder={FORMER}"]).model.builder == NOW
+
+
+def test_a_folder_of_weights_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "gpt2").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert load(written(tmp_path, FORMER)).model.builder == NOW
 
 
 def test_a_module_of_the_users_own_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "gpt2.py").write_text("def build(): ...\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if Path(folder).resolve() != ROOT])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder, "models").is_dir()])
     config = load(written(tmp_path, FORMER))
     assert config.model.builder == FORMER
     assert not is_own_builder(FORMER)
     assert load(written(tmp_path, NOW)).model.builder == NOW
+
+
+def test_code_that_imports_the_former_name_is_told_the_present_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_old.py").write_text("from meshwright.models import gpt2\n")
+    with pytest.raises(ModelError, match="is meshwright_models now", check=has_code("MW-CONFIG-008")):
+        find_function("mine_of_old:build", "model.builder", "a builder", ModelError)
 
 
 def test_only_meshwright_is_imported_from_our_folders() -> None:
