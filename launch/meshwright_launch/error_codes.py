@@ -16,7 +16,8 @@ from typing import NamedTuple
 import meshwright.errors
 from meshwright.errors import UserError
 from meshwright.system.bounded import read_text
-from meshwright_launch.arguments.registered import entries
+from meshwright.system.packages import entries_of
+from meshwright_launch.arguments.registered import GROUP
 
 CODE = re.compile(r"MW-([A-Z]+)-(\d{3})")
 MOST_TEXTS = 4
@@ -85,7 +86,7 @@ class Site(NamedTuple):
 
 def installed_sources() -> Iterator[SourceFile]:
     """Yield every module of the trainer, the launcher and the packages that register commands. Imports none of them."""
-    registered = {entry.value.partition(":")[0].partition(".")[0] for entry in entries().values()}
+    registered = {entry.value.partition(":")[0].partition(".")[0] for entry in entries_of(GROUP).values()}
     for package in sorted({"meshwright", "meshwright_launch", *registered}):
         spec = find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():

@@ -8,11 +8,12 @@ A package adds one by an entry point of the group ``meshwright.schemes``: the sc
 from __future__ import annotations
 
 import functools
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
+from meshwright.system.packages import entries_of, is_own_entry
+
 GROUP = "meshwright.schemes"
-DISTRIBUTION = "meshwright"
 
 
 class Scheme(NamedTuple):
@@ -25,15 +26,7 @@ class Scheme(NamedTuple):
 
 @functools.cache
 def _entries() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUP):
-        if entry.name not in found or _is_ours(entry):  # of two with one name ours, or the first
-            found[entry.name] = entry
-    return found
-
-
-def _is_ours(entry: EntryPoint) -> bool:
-    return entry.dist is not None and entry.dist.name == DISTRIBUTION
+    return entries_of(GROUP)
 
 
 def scheme_of(builder: str) -> Scheme | None:
@@ -46,9 +39,10 @@ def scheme_of(builder: str) -> Scheme | None:
 
 def is_own_scheme(builder: str) -> bool:
     """Return whether a builder's scheme is of this distribution. Such a one runs no code of its place."""
-    return scheme_of(builder) is not None and _is_ours(_entries()[builder.partition(":")[0]])
+    return scheme_of(builder) is not None and is_own_entry(_entries()[builder.partition(":")[0]])
 
 
 def is_scheme(builder: str) -> bool:
-    """Return whether a builder has the form of a scheme, registered or not: ``hf:`` always has."""
+    """Return whether a builder has the form of a scheme; ``hf:`` has it also where its package is not installed."""
+    # else a file hf.py in the working directory would be imported
     return builder.startswith("hf:") or scheme_of(builder) is not None

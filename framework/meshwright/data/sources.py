@@ -28,7 +28,7 @@ from meshwright.data.stream_source import StreamSource as StreamSource
 from meshwright.data.tokenizer import end_of_document_id, load
 from meshwright.data.worker_process import WorkerProcess
 from meshwright.errors import ConfigError, DataError
-from meshwright.model.build import vocabulary_size
+from meshwright.model.builder import vocabulary_size
 from meshwright.seeding import derive
 from meshwright.terminal.format import format_number_of
 

@@ -37,11 +37,12 @@ from torch import Tensor, nn
 
 from meshwright.adapters.attach import attach, freeze_base
 from meshwright.config import ParameterGroup, RunConfig
-from meshwright.config.functions import error_place, find_function
-from meshwright.config.schemes import is_scheme, scheme_of
+from meshwright.config.functions import error_place
+from meshwright.config.schemes import is_scheme
 from meshwright.errors import ModelError, UserError, reason_of
 from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
+from meshwright.model.builder import find_builder
 from meshwright.model.builder_run import BuilderRun
 from meshwright.model.first_values import ParameterOwner, find_owners, first_value, unwritten_error
 from meshwright.model.groups import find_groups, freeze
@@ -159,50 +160,6 @@ class PlainModel:
         """Free the first values that a run of the builder has left in memory."""
         if self.builder_run is not None:
             self.builder_run.release()
-
-
-def find_builder(path: str) -> Callable[..., Any]:
-    """Return the function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
-    if is_scheme(path):
-        return _call_scheme(path, "builder")  # type: ignore[no-any-return]
-    return find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
-
-
-def _call_scheme(path: str, function: str) -> Any:
-    """Call a function of the scheme of a builder with its place.
-
-    Raises:
-        ModelError: the scheme's package is not installed, or its function fails.
-    """
-    scheme, why = scheme_of(path), "no package registers it"
-    called: Callable[..., Any] | None = None
-    if scheme is not None:
-        try:
-            called = find_function(f"{scheme.module}:{function}", "model.builder", "a scheme's function", ModelError)
-        except ModelError as error:
-            why = error.message
-    if scheme is None or called is None:
-        raise ModelError(
-            "MW-MODEL-058",
-            f"model.builder = {path!r}: the scheme {path.partition(':')[0]} is not installed here ({why}): install "
-            f"meshwright with its package meshwright_interop, in a checkout by `pip install -e .`",
-        )
-    try:
-        return called(scheme.place)
-    except (UserError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        raise ModelError(
-            "MW-MODEL-059", f"model.builder = {path!r}: {scheme.module} failed{error_place(error)}: {reason_of(error)}"
-        ) from error
-
-
-def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
-    """Return the vocabulary size, from the model's options or its directory; None if neither contains it."""
-    found = options.get("vocab_size")
-    if found is None and is_scheme(path):
-        found = _call_scheme(path, "vocabulary")
-    return found if isinstance(found, int) else None
 
 
 def build_model(

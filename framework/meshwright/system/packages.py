@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 TRAINER = Path(__file__).resolve().parents[1]
+DISTRIBUTION = "meshwright"
 OWN_PACKAGES = ("meshwright", "meshwright_models", "meshwright_launch", "meshwright_plan", "meshwright_interop")
 MODELS_PACKAGE = "meshwright_models"
 
@@ -19,6 +21,20 @@ def own_code() -> tuple[str, ...]:
     """Return the folders of the imported packages of this distribution, without its models, each with a final slash."""
     packages = [sys.modules[name] for name in OWN_PACKAGES if name in sys.modules and name != MODELS_PACKAGE]
     return tuple(f"{folder}/" for package in packages for folder in package.__path__)
+
+
+def entries_of(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name; of two with one name this distribution's, or the first."""
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        if entry.name not in found or is_own_entry(entry):
+            found[entry.name] = entry
+    return found
+
+
+def is_own_entry(entry: EntryPoint) -> bool:
+    """Return whether an entry point is one of this distribution."""
+    return entry.dist is not None and entry.dist.name == DISTRIBUTION
 
 
 def own_folder(name: str) -> Path:

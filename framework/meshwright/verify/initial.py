@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
-from meshwright.model.build import PlainModel, build_model, find_builder
+from meshwright.model.build import PlainModel, build_model
+from meshwright.model.builder import find_builder
 from meshwright.seeding import generators_at, seeded
 
 STANDARD_ERRORS = 8.0

@@ -24,7 +24,8 @@ from meshwright.errors import ModelError, UserError
 from meshwright.expert_parallel.routing import NO_ROUTING, RankTokens, RoutingHooks, RoutingPlan
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.buffers import cast_running, cast_statistics, running_buffers, running_values
-from meshwright.model.build import PlainModel, configured_model, find_builder
+from meshwright.model.build import PlainModel, configured_model
+from meshwright.model.builder import find_builder
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import Draw

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.config import RunConfig
-from meshwright.model.build import find_builder
+from meshwright.model.builder import find_builder
 from meshwright.verify.layouts import Layout, layout_config, refusal
 from meshwright.verify.rank import open_verify_source
 from meshwright.verify.reference import PlainRun

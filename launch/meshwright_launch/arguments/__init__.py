@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from meshwright.system.packages import entries_of
 from meshwright.system.process import own_version
 from meshwright_launch.arguments import checkpoints, files, inspection, planning, training
 from meshwright_launch.arguments.common import AddCommand, CommandParser
-from meshwright_launch.arguments.registered import add_registered, entries
+from meshwright_launch.arguments.registered import GROUP, add_registered
 
 OWN: dict[str, AddCommand] = {
     "init": planning.init,
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"meshwright {own_version()}")
     plain: argparse.ArgumentParser = parser
     added = plain.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    others = entries()
+    others = entries_of(GROUP)
     position = {name: at for at, name in enumerate(ORDER)}
     for name in sorted({*OWN, *others}, key=lambda name: position.get(name, len(ORDER))):
         if name in OWN:

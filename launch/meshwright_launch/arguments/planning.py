@@ -42,7 +42,7 @@ def mesh(added: Added) -> None:
     parser = command(
         added,
         "mesh",
-        "commands:mesh",
+        "mesh:mesh",
         "draw the placement of ranks on nodes",
         "Needs no GPU, no torch and no cluster. A tensor-parallel group that straddles nodes is an error.",
         "meshwright mesh configs/llama3-70b.toml --nodes 4 --devices-per-node 8",

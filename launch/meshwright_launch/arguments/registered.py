@@ -12,29 +12,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from meshwright.errors import reason_of
-from meshwright.system.packages import is_own_package
+from meshwright.system.packages import is_own_entry, is_own_package
 from meshwright.terminal.output import tell
 from meshwright_launch.arguments.common import Added
 
 GROUP = "meshwright.commands"
-DISTRIBUTION = "meshwright"
-
-
-def entries() -> dict[str, EntryPoint]:
-    """Return the entry points by name; of two with one name ours, or the first."""
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUP):
-        if entry.name not in found or is_ours(entry):
-            found[entry.name] = entry
-    return found
-
-
-def is_ours(entry: EntryPoint) -> bool:
-    """Return whether an entry point is one of this distribution."""
-    return entry.dist is not None and entry.dist.name == DISTRIBUTION
 
 
 def add_registered(added: Added, entry: EntryPoint, taken: Collection[str]) -> None:
@@ -53,7 +38,7 @@ def add_registered(added: Added, entry: EntryPoint, taken: Collection[str]) -> N
         if set(group.choices) - before != {subcommand or command}:
             raise ValueError(f"it adds no parser of the name {subcommand or command}")
     except ModuleNotFoundError as error:
-        if not (is_ours(entry) and error.name is not None and is_own_package(error.name)):
+        if not (is_own_entry(entry) and error.name is not None and is_own_package(error.name)):
             _report(entry, error)  # else a package of this distribution is not installed: the trainer alone
     except (Exception, SystemExit) as error:
         _report(entry, error)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.model.build import configured_model, find_builder
+from meshwright.model.build import configured_model
+from meshwright.model.builder import find_builder
 from meshwright_interop.configs import DropReason, ImportedConfig, convert_file
 from tests.interop.configs import dumps, samples
 from tests.support.errors import has_code

@@ -41,7 +41,7 @@ ALLOWED = {
     ): "the functions of our own commands, named in their parsers",
 }
 IMPORTERS = {
-    "framework/meshwright/model/build.py": "model.builder; see BUILDERS",
+    "framework/meshwright/model/builder.py": "model.builder; see BUILDERS",
     "framework/meshwright/model/groups.py": "model.parameter_groups of a configuration judged as model.builder was",
     "framework/meshwright/optimizer/own.py": "optimizer.builder and .schedule, judged as model.builder was",
     "framework/meshwright/optimizer/own_defaults.py": "the same optimizer.builder, in a run that was judged",
