@@ -25,11 +25,11 @@ SPLIT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(SPLIT)
 
-# the tests that take longest, one by one in tests/long_tests.txt: CI runs them after `make test`
+# the tests that take longest, marked `long`: CI runs them after `make test`
 long: $(VENV)/installed
 	$(BIN)/python -m pytest $(SPLIT) -m long
 
-# the trainer's tests, without slow ones, where neither package of tools/ can be imported
+# quick tests of the trainer where neither package of tools/ can be imported
 trainer-test: $(VENV)/installed
 	$(BIN)/python -m tests.support.without_tools
 

@@ -1,4 +1,5 @@
-"""CPU time, kept bytes and peak memory of masked attention, in blocks of queries, by document or with one dense mask.
+"""CPU time, kept bytes and peak memory of masked attention, in blocks of queries,
+by document or with one dense mask.
 
 python benchmarks/attention_blocks.py BLOCK LENGTH WINDOW DOCUMENT     (WINDOW, DOCUMENT: tokens; 0: none)
 """
@@ -16,7 +17,9 @@ from meshwright_models import attention
 
 
 def main(block: int, length: int, window: int, document: int) -> None:
-    """Attend once with 4 heads of 64 features, 2 key-value heads, in float32 on one thread, and print them."""
+    """Attend once with 4 heads of 64 features, 2 key-value heads, in float32 on one thread,
+    and print them.
+    """
     attention.QUERY_BLOCK = block
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -35,7 +38,10 @@ def main(block: int, length: int, window: int, document: int) -> None:
     kept_mb = sum(kept.values()) / 1e6
     y.sum().backward()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{time.process_time() - begin:.2f} CPU s, kept {kept_mb:.1f} MB, peak of the process {peak:.0f} MiB")
+    print(
+        f"{time.process_time() - begin:.2f} CPU s, kept {kept_mb:.1f} MB, peak of the process"
+        f" {peak:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

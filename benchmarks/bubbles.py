@@ -1,11 +1,13 @@
-"""Published bubble rates beside the simulated ones of this framework's schedules, with the same times. No torch.
+"""Published bubble rates beside the simulated ones of this framework's schedules,
+with the same times. No torch.
 
     python benchmarks/bubbles.py            prints the table of docs/schedules.md
     python benchmarks/bubbles.py --write    and puts it there
 
-A bubble rate is (cost - m (F+I+W)) / cost. The authors' script defines the cost that the paper uses. For 1F1B, 1F1B-I
-and ZB-H1 it is the time from the first forward to the last backward of all ranks. For ZB-H2 and ZB-V it is the longest
-time of one rank, from its first forward to its last backward.
+A bubble rate is (cost - m (F+I+W)) / cost. The authors' script defines the cost that the paper
+uses. For 1F1B, 1F1B-I and ZB-H1 it is the time from the first forward to the last backward of all
+ranks. For ZB-H2 and ZB-V it is the longest time of one rank, from its first forward to its last
+backward.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ SCHEDULES = {
 
 
 class Profile(NamedTuple):
-    """Row of the published tables: times of one rank's layers in microseconds, and the published rates."""
+    """Row of the published tables: times of one rank's layers in microseconds,
+    and the published rates.
+    """
 
     table: int
     model: str
@@ -50,18 +54,24 @@ class Profile(NamedTuple):
     published: dict[str, float]
 
     def interleave(self, name: str) -> int:
-        """Return the stages per rank: one layer in each stage for 1F1B-I, two stages for ZB-V, else one stage."""
+        """Return the stages per rank: one layer in each stage for 1F1B-I, two stages for ZB-V,
+        else one stage.
+        """
         return {"1F1B-I": self.num_layers // self.pp, "ZB-V": 2}.get(name, 1)
 
     def costs(self, interleave: int) -> Costs:
-        """Return the costs of one of ``interleave`` stages of a rank; as in the paper, a message costs the same."""
+        """Return the costs of one of ``interleave`` stages of a rank; as in the paper,
+        a message costs the same.
+        """
         f, i, w = (time / interleave for time in (self.f, self.i, self.w))
         return Costs(f=f, b=i + w, i=i, w=w, comm=self.comm)
 
 
 def profiles() -> list[Profile]:
     """Read the rows of the data file."""
-    lines = [line for line in DATA.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in DATA.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    ]
     numbers = ("table", "layers", "p", "m", "f", "i", "w", "comm")
     found = []
     for row in csv.DictReader(lines):
@@ -84,13 +94,18 @@ def ours(profile: Profile, name: str) -> float:
 
 
 def without_waits_at_the_turn(profile: Profile) -> float:
-    """Return the paper's rate of 1F1B-I, where the first rank waits for only one in pp messages of the last rank.
+    """Return the paper's rate of 1F1B-I, where the first rank waits for only one in pp messages
+    of the last rank.
 
-    The paper's script computes the time at which a micro-batch may enter a rank's next stage only for the first of each
-    group of pp. It assumes that the others have arrived by then, which is wrong if messages take time.
+    The paper's script computes the time at which a micro-batch may enter a rank's next stage only
+    for the first of each group of pp. It assumes that the others have arrived by then, which is
+    wrong if messages take time.
     """
     interleave = profile.interleave("1F1B-I")
-    schedule, costs = build("interleaved_1f1b", profile.pp, profile.chunks, interleave), profile.costs(interleave)
+    schedule, costs = (
+        build("interleaved_1f1b", profile.pp, profile.chunks, interleave),
+        profile.costs(interleave),
+    )
     rows = [[action for _, action in schedule.actions(rank)] for rank in range(schedule.pp)]
     ends: dict[Action, float] = {}
     clocks, positions = [0.0] * schedule.pp, [0] * schedule.pp
@@ -104,7 +119,9 @@ def without_waits_at_the_turn(profile: Profile) -> float:
                 is_waited_for = needed is not None and not (
                     _turns(schedule, needed, rank) and action.microbatch % schedule.pp
                 )
-                start = max(clocks[rank], ends[needed] + costs.comm) if is_waited_for else clocks[rank]
+                start = (
+                    max(clocks[rank], ends[needed] + costs.comm) if is_waited_for else clocks[rank]
+                )
                 ends[action] = clocks[rank] = start + costs.of(action.kind)
                 positions[rank] += 1
     work = profile.chunks * (profile.f + profile.i + profile.w)
@@ -113,7 +130,11 @@ def without_waits_at_the_turn(profile: Profile) -> float:
 
 def _needed(schedule: Schedule, rank: int, action: Action) -> Action | None:
     offset = -1 if action.kind is Kind.F else 1
-    return None if schedule.receive_for(action) is None else action._replace(stage=action.stage + offset)
+    return (
+        None
+        if schedule.receive_for(action) is None
+        else action._replace(stage=action.stage + offset)
+    )
 
 
 def _turns(schedule: Schedule, needed: Action, rank: int) -> bool:
@@ -121,7 +142,9 @@ def _turns(schedule: Schedule, needed: Action, rank: int) -> bool:
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of a Markdown table: published, simulated, and the difference where there is one."""
+    """Yield the lines of a Markdown table: published, simulated,
+    and the difference where there is one.
+    """
     columns = ["table", "model", "p", "m", *SCHEDULES, "1F1B-I, not waiting"]
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
@@ -143,7 +166,9 @@ def _cell(published: float | None, found: float) -> str:
     if published is None:
         return f"- {found:.4f}"
     difference = round(found, 4) - published
-    return f"{published:.4f} {found:.4f}" + (f" ({difference:+.4f})" if abs(difference) > 1e-9 else "")
+    return f"{published:.4f} {found:.4f}" + (
+        f" ({difference:+.4f})" if abs(difference) > 1e-9 else ""
+    )
 
 
 if __name__ == "__main__":

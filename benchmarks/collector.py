@@ -1,10 +1,12 @@
-"""Pauses of Python's garbage collector in training steps: left to Python, and run every 50 steps (``train.gc_every``).
+"""Pauses of Python's garbage collector in training steps: left to Python,
+and run every 50 steps (``train.gc_every``).
 
     python benchmarks/collector.py [BLOCKS [TURNS [STEPS]]]
 
-One process trains the same GPT of BLOCKS small blocks for STEPS steps, in turns A B, B A, ... Printed for both, without
-each turn's first step: collections of the oldest generation, the CPU time of all collections per step, the longest one,
-and median, 99th percentile and maximum of the step's CPU time.
+One process trains the same GPT of BLOCKS small blocks for STEPS steps, in turns A B, B A, ...
+Printed for both, without each turn's first step: collections of the oldest generation, the CPU time
+of all collections per step, the longest one, and median, 99th percentile and maximum of the step's
+CPU time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def tokens(split: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class Pauses(Observer):
-    """Times collections by ``gc.callbacks`` and steps by the process's CPU clock, from the second step on."""
+    """Times collections by ``gc.callbacks`` and steps by the process's CPU clock,
+    from the second step on.
+    """
 
     def __init__(self) -> None:
         self.pauses_s: list[float] = []
@@ -60,7 +64,13 @@ class Pauses(Observer):
 def train(every: int, blocks: int, steps: int) -> Pauses:
     """Train anew in a directory of its own."""
     pauses = Pauses()
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_layers": blocks, "num_heads": 2, "max_sequence_length": 16}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_layers": blocks,
+        "num_heads": 2,
+        "max_sequence_length": 16,
+    }
     with tempfile.TemporaryDirectory() as directory:
         config = meshwright.make_config(
             run={"name": "own", "directory": directory},
@@ -85,10 +95,10 @@ def main(blocks: int = 4, turns: int = 3, steps: int = 300) -> None:
         times = sorted(each for run in runs for each in run.steps_s)
         name = f"Every {every} steps" if every else "Python alone"
         print(
-            f"{name:15} {sum(run.oldest for run in runs)} full collections, "
-            f"{1e6 * sum(pauses) / len(times):.0f} us per step in all, longest {1e3 * max(pauses, default=0):.2f} ms; "
-            f"steps of {1e3 * statistics.median(times):.1f} ms, 99 % {1e3 * times[int(0.99 * len(times))]:.1f}, "
-            f"longest {1e3 * times[-1]:.1f}"
+            f"{name:15} {sum(run.oldest for run in runs)} full collections,"
+            f" {1e6 * sum(pauses) / len(times):.0f} us per step in all, longest"
+            f" {1e3 * max(pauses, default=0):.2f} ms; steps of {1e3 * statistics.median(times):.1f}"
+            f" ms, 99 % {1e3 * times[int(0.99 * len(times))]:.1f}, longest {1e3 * times[-1]:.1f}"
         )
 
 

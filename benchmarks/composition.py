@@ -1,9 +1,11 @@
-"""Layout dp x pp x tp wired by hand from torch's own parts: DTensor tensor parallelism, torch.distributed.pipelining's
-1F1B, and FSDP2 over dp. It is the code that a user without a framework would write for 2x2x2.
+"""Layout dp x pp x tp wired by hand from torch's own parts: DTensor tensor parallelism,
+torch.distributed.pipelining's 1F1B, and FSDP2 over dp. It is the code that a user without a
+framework would write for 2x2x2.
 
-The model is that of meshwright_models/gpt2.py with separate linears for q, k and v. ColwiseParallel cannot split a
-fused linear unless its rows go head by head, as they do in this framework. Sizes, weights and FLOPs are the same. The
-head is not tied to the embedding: torch's pipelining has no tied weights across stages.
+The model is that of meshwright_models/gpt2.py with separate linears for q, k and v. ColwiseParallel
+cannot split a fused linear unless its rows go head by head, as they do in this framework. Sizes,
+weights and FLOPs are the same. The head is not tied to the embedding: torch's pipelining has no
+tied weights across stages.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ from meshwright_models.blocks import Block
 
 
 class SplitAttention(nn.Module):
-    """Attention of meshwright_models with separate q, k and v; tensor shapes give the number of local heads."""
+    """Attention of meshwright_models with separate q, k and v;
+    tensor shapes give the number of local heads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,9 @@ class SplitAttention(nn.Module):
 
 
 def split_attention(fused: nn.Module) -> SplitAttention:
-    """Return the same attention with the fused projection split; its rows are q, k, v of head 0, of head 1, ..."""
+    """Return the same attention with the fused projection split; its rows are q, k, v of head 0,
+    of head 1, ...
+    """
     apart = SplitAttention()
     qkv, out = fused.get_submodule("qkv"), fused.get_submodule("out")
     assert isinstance(qkv, nn.Linear) and isinstance(out, nn.Linear)
@@ -82,12 +88,16 @@ def split_attention(fused: nn.Module) -> SplitAttention:
 
 
 def parallelize(layers: nn.Sequential, tp: DeviceMesh) -> None:
-    """Apply tensor parallelism as in torch's tutorial: column, row, vocabulary-parallel embedding and head."""
+    """Apply tensor parallelism as in torch's tutorial: column, row,
+    vocabulary-parallel embedding and head.
+    """
     plan: dict[str, ParallelStyle]
     inputs = (Replicate(), None)  # hidden states; the starts of documents, None in this task
     for name, layer in layers.named_children():
         if name == "embedding":
-            plan = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
+            plan = {
+                "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            }
         elif name == "head":
             plan = {"": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         elif name.startswith("block"):
@@ -106,7 +116,8 @@ def parallelize(layers: nn.Sequential, tp: DeviceMesh) -> None:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[DTensor]]:
-    """Group parameters by mesh: those on dp alone, and those of tensor-parallel modules, on (dp, tp).
+    """Group parameters by mesh: those on dp alone, and those of tensor-parallel modules, on (dp,
+    tp).
 
     No foreach or fused operation takes both at once.
     """
@@ -142,11 +153,17 @@ class Composition:
         parallelize(layers, mesh["tp"])
         for name, layer in layers.named_children():
             if name.startswith("block"):
-                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)  # gathered once a step, not per chunk
+                # gathered once a step, not per chunk
+                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
         fully_shard(layers, mesh=mesh["dp"], reshard_after_forward=False)
         self.on_dp, self.on_dp_and_tp = by_mesh(layers.parameters())
         self.optimizer = torch.optim.AdamW(
-            [group for each in (self.on_dp, self.on_dp_and_tp) for group in decay_groups(each) if group["params"]],
+            [
+                group
+                for each in (self.on_dp, self.on_dp_and_tp)
+                for group in decay_groups(each)
+                if group["params"]
+            ],
             lr=LEARNING_RATE,
             betas=BETAS,
             eps=EPS,
@@ -156,7 +173,10 @@ class Composition:
         stage = PipelineStage(layers, stage_index, pp, torch.device("cpu"), group=self.pp)
         self.per_replica = GLOBAL_BATCH // dp
         self.schedule = Schedule1F1B(
-            stage, n_microbatches=self.per_replica // MICRO_BATCH_SIZE, loss_fn=token_mean_loss, scale_grads=True
+            stage,
+            n_microbatches=self.per_replica // MICRO_BATCH_SIZE,
+            loss_fn=token_mean_loss,
+            scale_grads=True,
         )
         self.samples = Samples()
         self.samples_seen = 0
@@ -164,7 +184,9 @@ class Composition:
     def step(self) -> Shown:
         """Take one optimizer step; the loss exists on the last stage only, and is 0 elsewhere."""
         self.optimizer.zero_grad()
-        tokens, labels = self.samples.rows(self.samples_seen + self.dp_rank * self.per_replica, self.per_replica)
+        tokens, labels = self.samples.rows(
+            self.samples_seen + self.dp_rank * self.per_replica, self.per_replica
+        )
         losses: list[Tensor] = []
         with loss_parallel():
             self.schedule.step(
@@ -177,15 +199,18 @@ class Composition:
         self.optimizer.step()
         self.samples_seen += GLOBAL_BATCH
         loss = sum(value(loss) for loss in losses) / len(losses) if losses else 0.0
-        return Shown(loss * dist.get_world_size(self.pp), norm)  # times pp: the mean over all ranks is then the loss
+        # times pp: the mean over all ranks is then the loss
+        return Shown(loss * dist.get_world_size(self.pp), norm)
 
     def _clip(self) -> float:
         """Clip the local gradients to CLIP_NORM; return the norm of the whole gradient.
 
-        All-reduces one float32 over each of tp, dp and pp, and blocks. clip_grad_norm_ does not include pp.
+        All-reduces one float32 over each of tp, dp and pp, and blocks. clip_grad_norm_ does not
+        include pp.
         """
         split = [p for p in self.on_dp_and_tp if p.placements[1].is_shard()]
-        whole = [p for p in self.on_dp_and_tp if not p.placements[1].is_shard()]  # biases of row-parallel linears
+        # biases of row-parallel linears
+        whole = [p for p in self.on_dp_and_tp if not p.placements[1].is_shard()]
         square_of_split = nn.utils.get_total_norm(local_gradients(split)) ** 2
         dist.all_reduce(square_of_split, group=self.tp)
         square = square_of_split + nn.utils.get_total_norm(local_gradients(self.on_dp + whole)) ** 2

@@ -1,4 +1,5 @@
-"""Contenders: this framework in any layout, and plain torch, DDP, ZeroRedundancyOptimizer and FSDP2 on the same task.
+"""Contenders: this framework in any layout, and plain torch, DDP,
+ZeroRedundancyOptimizer and FSDP2 on the same task.
 
 A contender is built on every rank of a world. Its steps run while the same process groups live.
 """
@@ -41,7 +42,9 @@ class Shown(NamedTuple):
     """Result of one step on this rank: loss and gradient norm."""
 
     loss: float
-    """Mean over the tokens of the batch, or of this rank's share of it; its mean over the ranks is the batch's."""
+    """Mean over the tokens of the batch, or of this rank's share of it;
+    its mean over the ranks is the batch's.
+    """
     grad_norm: float
     """Norm of the whole model's gradient, before clipping."""
 
@@ -62,7 +65,9 @@ def token_mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def value(number: Any) -> float:
-    """Return a scalar tensor as a Python float; a sharded one is gathered first (collective over its mesh)."""
+    """Return a scalar tensor as a Python float;
+    a sharded one is gathered first (collective over its mesh).
+    """
     number = number.detach()
     return float(number.full_tensor() if isinstance(number, DTensor) else number)
 
@@ -70,7 +75,9 @@ def value(number: Any) -> float:
 class TorchLoop:
     """Training loop without a framework: accumulate gradients over micro-batches, clip, step."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, dp_rank: int = 0, dp: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, dp_rank: int = 0, dp: int = 1
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.parameters = list(model.parameters())
@@ -79,10 +86,14 @@ class TorchLoop:
         self.chunks = self.per_replica // MICRO_BATCH_SIZE
         self.dp_rank = dp_rank
         self.samples_seen = 0
-        assert self.chunks == 1 or dp == 1, "with DDP and FSDP2 more micro-batches than one would want no_sync()"
+        assert self.chunks == 1 or dp == 1, (
+            "with DDP and FSDP2 more micro-batches than one would want no_sync()"
+        )
 
     def step(self) -> Shown:
-        """Accumulate gradients over micro-batches, clip and step; the wrapped model synchronises by itself."""
+        """Accumulate gradients over micro-batches, clip and step;
+        the wrapped model synchronises by itself.
+        """
         self.optimizer.zero_grad()
         loss_sum = torch.zeros(())
         for m in range(self.chunks):
@@ -104,12 +115,22 @@ class Ours:
     """Layout of this framework, with the build and the step of a training run."""
 
     def __init__(
-        self, dp: int, pp: int, tp: int, *, zero: int = 1, tied: bool = True, **changes: Mapping[str, object]
+        self,
+        dp: int,
+        pp: int,
+        tp: int,
+        *,
+        zero: int = 1,
+        tied: bool = True,
+        **changes: Mapping[str, object],
     ) -> None:
         """Build the layout. ``changes``: other keys of a section of the configuration."""
         config = run_config(dp, pp, tp, zero=zero, tied=tied)
-        update = {section: getattr(config, section).model_copy(update=keys) for section, keys in changes.items()}
-        self.mesh = open_mesh(Grid(pp, dp, tp), "cpu")
+        update = {
+            section: getattr(config, section).model_copy(update=keys)
+            for section, keys in changes.items()
+        }
+        self.mesh = open_mesh(Grid(pp=pp, dp=dp, tp=tp), "cpu")
         self.parts = build(config.model_copy(update=update), self.mesh, (Samples(), None))
 
     def step(self) -> Shown:
@@ -118,7 +139,9 @@ class Ours:
         return Shown(stats.loss, stats.grad_norm)
 
     def settle(self) -> None:
-        """Wait for weights that are still being gathered; otherwise the next forward would wait for them."""
+        """Wait for weights that are still being gathered;
+        otherwise the next forward would wait for them.
+        """
         for replica in self.parts.replicas.values():
             replica.wait_for_weights()
 

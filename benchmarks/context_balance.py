@@ -1,10 +1,11 @@
-"""Balance of attention over context-parallel ranks: keys of the busiest rank over the mean, for mixes of documents.
+"""Balance of attention over context-parallel ranks: keys of the busiest rank over the mean,
+for mixes of documents.
 
     python benchmarks/context_balance.py [--cp N] [--length N] [--samples N]
 
-Samples of ``length`` tokens are filled with documents of drawn lengths (seed 0); the last of a sample is cut. The step
-waits for the busiest rank at each attention. A percentage is (busiest - mean) / mean over all samples, each a
-micro-batch. Pure arithmetic: no model, no process.
+Samples of ``length`` tokens are filled with documents of drawn lengths (seed 0); the last of a
+sample is cut. The step waits for the busiest rank at each attention. A percentage is (busiest -
+mean) / mean over all samples, each a micro-batch. Pure arithmetic: no model, no process.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def table(length: int, cp: int, samples: int) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cp", type=int, default=8)
     parser.add_argument("--length", type=int, default=131_072)
     parser.add_argument("--samples", type=int, default=4)

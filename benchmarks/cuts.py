@@ -1,10 +1,12 @@
-"""Simulated loss from balancing single stages where a rank has several: that cut into stages against every other.
+"""Simulated loss from balancing single stages where a rank has several:
+that cut into stages against every other.
 
     python benchmarks/cuts.py
 
-A model has equal blocks between an embedding that costs a twentieth of one and a head of the cost shown. It is cut in
-every way (or in 400 random ways if there are more), and the schedule is simulated with each cut. The table has the
-steps of partition's cut and of the best, over a step without bubble and imbalance. Needs no torch; takes half a minute.
+A model has equal blocks between an embedding that costs a twentieth of one and a head of the cost
+shown. It is cut in every way (or in 400 random ways if there are more), and the schedule is
+simulated with each cut. The table has the steps of partition's cut and of the best, over a step
+without bubble and imbalance. Needs no torch; takes half a minute.
 """
 
 from __future__ import annotations
@@ -52,9 +54,14 @@ def main() -> None:
         if len(ends) > MOST_CUTS:
             ends = random.Random(1).sample(ends, MOST_CUTS)
         ours = step(schedule, costs, partition(costs, pp * interleave))
-        steps = [step(schedule, costs, [range(*run) for run in pairwise((0, *cut, num_layers))]) for cut in ends]
+        steps = [
+            step(schedule, costs, [range(*run) for run in pairwise((0, *cut, num_layers))])
+            for cut in ends
+        ]
         best = min(ours, *steps)
-        print(f"{name:18}{pp:2}{pp * interleave:8}{num_layers:8}{head:6}{ours:13.3f}{best:7.3f}{len(ends):13}")
+        print(
+            f"{name:18}{pp:2}{pp * interleave:8}{num_layers:8}{head:6}{ours:13.3f}{best:7.3f}{len(ends):13}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Cost of running a schedule whose stages cost nothing: this framework's executor beside torch.distributed.pipelining.
+"""Cost of running a schedule whose stages cost nothing:
+this framework's executor beside torch.distributed.pipelining.
 
-    python benchmarks/executor_overhead.py [--only NAME] [--repeats 9] [--steps 20] [--pp 4] [--chunks 8] [--out FILE]
+    python benchmarks/executor_overhead.py [--only NAME] [--repeats 9] [--steps 20] [--pp 4]
+    [--chunks 8] [--out FILE]
 
-Each stage is a linear with one weight on one number, so that only the runtime is left: the loop over actions, the
-bookkeeping, autograd's entry and exit, the posting of messages. Both run the same schedule on the same ranks of the
-same pool, over the same process group, in turns of a few steps: A B, B A, ... An action is a forward or a backward of
-one micro-batch of one stage (halves of a backward count as one). The columns are
+Each stage is a linear with one weight on one number, so that only the runtime is left: the loop
+over actions, the bookkeeping, autograd's entry and exit, the posting of messages. Both run the same
+schedule on the same ranks of the same pool, over the same process group, in turns of a few steps: A
+B, B A, ... An action is a forward or a backward of one micro-batch of one stage (halves of a
+backward count as one). The columns are
 
     Python        CPU time per action of the thread that runs Python, mean of the ranks, when messages take no time:
-                  send and recv of the process group are replaced, for both, by calls that complete at once
+                  send and recv of the process group are replaced, for both, by calls that complete
+                  at once
     with gloo     the same with real messages, which add system calls and the waking of other threads, on whichever
                   thread they fall
     all threads   gloo's own included, which depends on how ranks share cores
@@ -55,8 +59,8 @@ from torch.distributed.pipelining import (
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor
-from meshwright.pipeline.stage import Stage, StageSpec
-from meshwright.pipeline.values import Microbatch, describe_value
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.values import Microbatch, StageSpec, describe_value
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 from meshwright_launch.pool import RankPool
@@ -101,7 +105,7 @@ class Ours:
     """Contender: one rank of this framework's executor, on stages as build() makes them."""
 
     def __init__(self, name: str, pp: int, chunks: int) -> None:
-        mesh = open_mesh(Grid(pp, 1, 1), "cpu")
+        mesh = open_mesh(Grid(pp=pp), "cpu")
         schedule = lower(build(name, pp, chunks, stages_per_rank(name)))
         value = describe_value(torch.zeros(1, 1, requires_grad=True), "a stage")
         last = schedule.num_stages - 1
@@ -133,7 +137,9 @@ class Ours:
         return self.indices[m]
 
     def step(self) -> Shown:
-        """Cut the batch into micro-batches, as torch's runtime does in its step, and run this rank's row."""
+        """Cut the batch into micro-batches, as torch's runtime does in its step,
+        and run this rank's row.
+        """
         if self.reads:
             parts = (part.split(1) for part in self.batch)
             self.microbatches = [Microbatch(*each) for each in zip(*parts, strict=True)]
@@ -148,11 +154,13 @@ class Theirs:
     """Contender: one rank of torch's runtime."""
 
     def __init__(self, name: str, pp: int, chunks: int) -> None:
-        mesh = open_mesh(Grid(pp, 1, 1), "cpu")
+        mesh = open_mesh(Grid(pp=pp), "cpu")
         schedule = build(name, pp, chunks, stages_per_rank(name))
         mine = schedule.stages_of(mesh.at.pp_rank)
         stages = [
-            PipelineStage(layer(), index, schedule.num_stages, mesh.device, group=mesh.pp.process_group)
+            PipelineStage(
+                layer(), index, schedule.num_stages, mesh.device, group=mesh.pp.process_group
+            )
             for index in mine
         ]
         self.is_first, self.is_last = 0 in mine, schedule.num_stages - 1 in mine
@@ -191,9 +199,15 @@ class _Done:
 
 
 def race_alone(
-    rank: int, world_size: int, builders: Mapping[str, Callable[[], Ours | Theirs]], repeats: int, steps: int
+    rank: int,
+    world_size: int,
+    builders: Mapping[str, Callable[[], Ours | Theirs]],
+    repeats: int,
+    steps: int,
 ) -> list[Times]:
-    """Return the seconds per step of the Python thread, by contender, for each repeat, without messages."""
+    """Return the seconds per step of the Python thread, by contender, for each repeat,
+    without messages.
+    """
     contenders = {name: builder() for name, builder in builders.items()}
     for contender in contenders.values():
         for _ in range(STEPS_SHOWN):  # torch's runtime exchanges shapes in its first step
@@ -217,30 +231,55 @@ def _thread_s(contender: Ours | Theirs, steps: int) -> float:
     return (time.thread_time() - start_s) / steps
 
 
-def compare(pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps: int) -> dict[str, Any]:
+def compare(
+    pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps: int
+) -> dict[str, Any]:
     """Measure both runtimes with one schedule."""
-    builders = {"ours": partial(Ours, name, pp, chunks), "theirs": partial(Theirs, name, pp, chunks)}
+    builders = {
+        "ours": partial(Ours, name, pp, chunks),
+        "theirs": partial(Theirs, name, pp, chunks),
+    }
     alone = pool.run(race_alone, pp, builders, repeats, steps, timeout_s=TIMEOUT_S)
     ranks = pool.run(race, pp, builders, repeats, steps, timeout_s=TIMEOUT_S)
     actions = 2 * chunks * stages_per_rank(name)  # of a rank, in a step
-    found: dict[str, Any] = {"schedule": name, "torch": THEIRS[name].__name__, "actions_of_a_rank": actions}
+    found: dict[str, Any] = {
+        "schedule": name,
+        "torch": THEIRS[name].__name__,
+        "actions_of_a_rank": actions,
+    }
     blocks = {who: repeats_of(ranks, who) for who in builders}
-    python_s = {who: [sum(times[who] for times in ranks) for ranks in zip(*alone, strict=True)] for who in builders}
+    python_s = {
+        who: [sum(times[who] for times in ranks) for ranks in zip(*alone, strict=True)]
+        for who in builders
+    }
     for who, repeat in blocks.items():
         found[who] = {
             "python_us_per_action": 1e6 * statistics.median(python_s[who]) / pp / actions,
             "python_us_of_each_rank": [
                 1e6 * statistics.median(times[who] for times in rank) / actions for rank in alone
             ],
-            "gloo_us_per_action": 1e6 * statistics.median(block.main_thread_s for block in repeat) / pp / actions,
-            "cpu_us_per_action": 1e6 * statistics.median(block.cpu_s for block in repeat) / pp / actions,
-            "wall_us_per_action": 1e6 * statistics.median(block.wall_s for block in repeat) / actions,
-            "losses": [sum(step.loss for step in shown) for shown in zip(*(r.shown[who] for r in ranks), strict=True)],
+            "gloo_us_per_action": (
+                1e6 * statistics.median(block.main_thread_s for block in repeat) / pp / actions
+            ),
+            "cpu_us_per_action": (
+                1e6 * statistics.median(block.cpu_s for block in repeat) / pp / actions
+            ),
+            "wall_us_per_action": (
+                1e6 * statistics.median(block.wall_s for block in repeat) / actions
+            ),
+            "losses": [
+                sum(step.loss for step in shown)
+                for shown in zip(*(r.shown[who] for r in ranks), strict=True)
+            ],
             "repeats": repeat,
         }
     both = list(zip(blocks["ours"], blocks["theirs"], strict=True))
-    found["python_ratio"] = spread([a / b for a, b in zip(python_s["ours"], python_s["theirs"], strict=True)])
-    found["gloo_ratio"] = spread([ours.main_thread_s / theirs.main_thread_s for ours, theirs in both])
+    found["python_ratio"] = spread(
+        [a / b for a, b in zip(python_s["ours"], python_s["theirs"], strict=True)]
+    )
+    found["gloo_ratio"] = spread(
+        [ours.main_thread_s / theirs.main_thread_s for ours, theirs in both]
+    )
     found["cpu_ratio"] = spread([ours.cpu_s / theirs.cpu_s for ours, theirs in both])
     found["wall_ratio"] = spread([ours.wall_s / theirs.wall_s for ours, theirs in both])
     return found
@@ -272,13 +311,21 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> int:
     """Run, print and write; return 1 if there is a problem."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9, help="turns of both (default 9)")
     parser.add_argument("--steps", type=int, default=20, help="steps in one turn (default 20)")
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--only", choices=list(THEIRS), action="append", help="may be given several times")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-executor-overhead.json)")
+    parser.add_argument(
+        "--only", choices=list(THEIRS), action="append", help="may be given several times"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file (default benchmarks/results/<date>-executor-overhead.json)",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=220)

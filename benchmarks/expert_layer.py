@@ -1,14 +1,16 @@
-"""Time of a layer of experts relative to megatron-core's: same weights and tokens, in turns, inside the same ranks.
+"""Time of a layer of experts relative to megatron-core's: same weights and tokens, in turns,
+inside the same ranks.
 
     python benchmarks/expert_layer.py [--repeats 9] [--calls 8] [--only NAME] [--out FILE]
 
-Router, dispatch, experts, combine: forward and backward of one layer in float32, experts sharded over ep ranks. Both
-sides get the same weights, and must return the same output, input gradient and weight gradients to rounding.
-megatron-core's side is its ``MoELayer``: alltoall dispatcher, sequential experts (its grouped products need CUDA),
-no dropped tokens. Without CUDA it runs with the few replacements of :func:`without_cuda`.
+Router, dispatch, experts, combine: forward and backward of one layer in float32, experts sharded
+over ep ranks. Both sides get the same weights, and must return the same output, input gradient and
+weight gradients to rounding. megatron-core's side is its ``MoELayer``: alltoall dispatcher,
+sequential experts (its grouped products need CUDA), no dropped tokens. Without CUDA it runs with
+the few replacements of :func:`without_cuda`.
 
-CPU seconds are those of all ranks. A ratio compares turns next to each other. Exit code 1: results differ, or the bar
-is missed.
+CPU seconds are those of all ranks. A ratio compares turns next to each other. Exit code 1: results
+differ, or the bar is missed.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ CASES = {
 
 
 class Gradients(NamedTuple):
-    """Results of one call: output and input gradient (N, D), and gradients of router and experts of this rank."""
+    """Results of one call: output and input gradient (N, D),
+    and gradients of router and experts of this rank.
+    """
 
     y: Tensor
     x: Tensor
@@ -92,7 +96,10 @@ def weights_of(case: Case) -> dict[str, Tensor]:
         "gate_up": (case.num_experts, 2 * case.ffn, case.hidden),
         "down": (case.num_experts, case.hidden, case.ffn),
     }
-    return {name: torch.randn(size, generator=generator) * size[-1] ** -0.5 for name, size in sizes.items()}
+    return {
+        name: torch.randn(size, generator=generator) * size[-1] ** -0.5
+        for name, size in sizes.items()
+    }
 
 
 def tokens_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
@@ -132,8 +139,8 @@ class Ours:
 def without_cuda() -> None:
     """Replace what megatron-core's layer takes from CUDA and Transformer Engine in any case.
 
-    The current device, the stream of copies to the host and these copies, and a name that is missing without
-    Transformer Engine.
+    The current device, the stream of copies to the host and these copies, and a name that is
+    missing without Transformer Engine.
     """
     load_mappings(torch.device("cpu"))  # the current device
     torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
@@ -187,7 +194,8 @@ class Megatron:
             moe_router_topk=case.top_k,
             moe_ffn_hidden_size=case.ffn,
             moe_router_load_balancing_type="none",
-            moe_router_pre_softmax=False,  # softmax of the chosen logits: softmax of all, normalised
+            # softmax of the chosen logits: softmax of all, normalised
+            moe_router_pre_softmax=False,
             moe_router_dtype="fp32",
             moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=False,
@@ -200,7 +208,9 @@ class Megatron:
             perform_initialization=False,
             params_dtype=torch.float32,
         )
-        spec = get_moe_module_spec(use_te=False, num_experts=case.num_experts, moe_grouped_gemm=False)
+        spec = get_moe_module_spec(
+            use_te=False, num_experts=case.num_experts, moe_grouped_gemm=False
+        )
         self.layer: Any = MoELayer(config, spec.submodules, layer_number=1)
         rank, each = dist.get_rank(), case.num_experts // case.ep
         with torch.no_grad():
@@ -211,19 +221,31 @@ class Megatron:
         self.experts = self.layer.experts.local_experts
 
     def call(self, x: Tensor, g: Tensor) -> Gradients:
-        """Run forward and backward. (1, N, D) is one token of N samples to megatron-core: (S, B, D)."""
+        """Run forward and backward. (1, N, D) is one token of N samples to megatron-core: (S, B,
+        D).
+        """
         self.layer.zero_grad()
         x = x.detach().requires_grad_()
         y, _ = self.layer(x)
         y.backward(g)
         assert x.grad is not None
-        gate_up, down = ([getattr(e, name).weight.grad for e in self.experts] for name in ("linear_fc1", "linear_fc2"))
+        gate_up, down = (
+            [getattr(e, name).weight.grad for e in self.experts]
+            for name in ("linear_fc1", "linear_fc2")
+        )
         return Gradients(
-            y.detach()[0], x.grad[0], self.layer.router.weight.grad, torch.stack(gate_up), torch.stack(down)
+            y.detach()[0],
+            x.grad[0],
+            self.layer.router.weight.grad,
+            torch.stack(gate_up),
+            torch.stack(down),
         )
 
 
-SIDES: dict[str, Callable[[Case, dict[str, Tensor]], Any]] = {"ours": Ours, "megatron-core": Megatron}
+SIDES: dict[str, Callable[[Case, dict[str, Tensor]], Any]] = {
+    "ours": Ours,
+    "megatron-core": Megatron,
+}
 
 
 class RankResult(NamedTuple):
@@ -236,13 +258,18 @@ class RankResult(NamedTuple):
 
 
 def race(rank: int, world_size: int, case: Case, repeats: int, calls: int) -> RankResult:
-    """Build both sides, compare their results, then time them in turns; the order reverses from repeat to repeat."""
+    """Build both sides, compare their results, then time them in turns;
+    the order reverses from repeat to repeat.
+    """
     without_cuda()
     weights, given = weights_of(case), tokens_of(case, rank)
     sides = {name: build(case, weights) for name, build in SIDES.items()}
     found = {name: side.call(*given) for name, side in sides.items()}
     pairs = zip(Gradients._fields, found["ours"], found["megatron-core"], strict=True)
-    off = {name: float((ours - theirs).abs().max() / theirs.abs().max()) for name, ours, theirs in pairs}
+    off = {
+        name: float((ours - theirs).abs().max() / theirs.abs().max())
+        for name, ours, theirs in pairs
+    }
     blocks = []
     for repeat in range(repeats):
         order = list(sides)[:: 1 if repeat % 2 == 0 else -1]
@@ -267,8 +294,14 @@ def _timed(side: Any, given: tuple[Tensor, Tensor], calls: int) -> Block:
 
 def row_of(ranks: list[RankResult]) -> dict[str, Any]:
     """Return the ratios of one case over all ranks, and each side's CPU milliseconds per call."""
-    cpu = [{name: sum(r.blocks[i][name].cpu_s for r in ranks) for name in SIDES} for i in range(len(ranks[0].blocks))]
-    wall = [{name: max(r.blocks[i][name].wall_s for r in ranks) for name in SIDES} for i in range(len(ranks[0].blocks))]
+    cpu = [
+        {name: sum(r.blocks[i][name].cpu_s for r in ranks) for name in SIDES}
+        for i in range(len(ranks[0].blocks))
+    ]
+    wall = [
+        {name: max(r.blocks[i][name].wall_s for r in ranks) for name in SIDES}
+        for i in range(len(ranks[0].blocks))
+    ]
     return {
         "cpu_ratio": spread([each["ours"] / each["megatron-core"] for each in cpu]),
         "wall_ratio": spread([each["ours"] / each["megatron-core"] for each in wall]),
@@ -285,16 +318,22 @@ def problems_of(name: str, row: dict[str, Any]) -> list[str]:
         if not off < ROUNDING
     ]
     ratio: Spread = row["cpu_ratio"]
-    return found + ([f"{name}: CPU {ratio} is above the bar of {BAR}"] if ratio.median > BAR else [])
+    return found + (
+        [f"{name}: CPU {ratio} is above the bar of {BAR}"] if ratio.median > BAR else []
+    )
 
 
 def main() -> int:
     """Run, print and write; return 1 if there is a problem."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=CASES, action="append", help="may be given several times")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each side (default 9)")
     parser.add_argument("--calls", type=int, default=8, help="calls in one turn (default 8)")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-expert-layer.json)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default benchmarks/results/<date>-expert-layer.json)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     without_cuda()
@@ -309,15 +348,28 @@ def main() -> int:
         "cases": {},
     }
     report["repeats"], report["calls"], problems = arguments.repeats, arguments.calls, []
-    table = Table("layer", "CPU, ours / megatron-core", "wall", "CPU ms, ours", "megatron-core", "largest difference")
+    table = Table(
+        "layer",
+        "CPU, ours / megatron-core",
+        "wall",
+        "CPU ms, ours",
+        "megatron-core",
+        "largest difference",
+    )
     with RankPool(4) as pool:
         for name in arguments.only or CASES:
             case = CASES[name]
-            row = row_of(pool.run(race, case.ep, case, arguments.repeats, arguments.calls, timeout_s=600))
+            row = row_of(
+                pool.run(race, case.ep, case, arguments.repeats, arguments.calls, timeout_s=600)
+            )
             report["cases"][name] = {"sizes": case, **row}
             cpu_ms = (f"{row['cpu_ms'][side].median:.1f}" for side in SIDES)
             table.add_row(
-                name, str(row["cpu_ratio"]), str(row["wall_ratio"]), *cpu_ms, f"{max(row['off'].values()):.1e}"
+                name,
+                str(row["cpu_ratio"]),
+                str(row["wall_ratio"]),
+                *cpu_ms,
+                f"{max(row['off'].values()):.1e}",
             )
             problems += problems_of(name, row)
     console.print(table)

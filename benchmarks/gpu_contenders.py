@@ -1,4 +1,5 @@
-"""Contenders of the race on one GPU: Llama models on random tokens, in bfloat16 with float32 gradients and weights.
+"""Contenders of the race on one GPU: Llama models on random tokens,
+in bfloat16 with float32 gradients and weights.
 
     ours, ours-compiled     this framework with one rank
     master                  plain loop: bfloat16 weights, float32 gradients and master weights, blocks compiled
@@ -6,7 +7,8 @@
                             compiled
     megatron                megatron-core's GPTModel, local spec, with torch's attention as its core; the loop of master
 
-All begin with the same weights, drawn on the device by name. megatron's have other names: the same distribution.
+All begin with the same weights, drawn on the device by name. megatron's have other names: the same
+distribution.
 """
 
 from __future__ import annotations
@@ -46,7 +48,14 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama-3b": {"hidden_size": 3072, "num_layers": 28, "num_heads": 24, "ffn_size": 8192},
 }
 """Name -> sizes; all with heads of 128."""
-TINY = {"vocab_size": 512, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+}
 CHUNKS = (1, 4)
 """Micro-batches per step."""
 
@@ -63,7 +72,9 @@ def parse(description: str | None, jobs: Iterable[str], argv: Sequence[str]) -> 
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--job", choices=list(jobs), required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args(argv)
 
@@ -75,7 +86,9 @@ def job_of(name: str, chunks: int, tiny: bool) -> Job:
 
 
 def draw(name: str, weight: Tensor) -> Tensor:
-    """Fill a weight on its device by its name, with values that bfloat16 holds: normal, or one for a norm."""
+    """Fill a weight on its device by its name, with values that bfloat16 holds: normal,
+    or one for a norm.
+    """
     if weight.dim() < 2:
         return weight.fill_(1.0)
     generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
@@ -84,7 +97,9 @@ def draw(name: str, weight: Tensor) -> Tensor:
 
 
 class DrawnOnDevice(PlainModel):
-    """Model whose first values are drawn on a device instead of the CPU, which takes a minute for 8B parameters."""
+    """Model whose first values are drawn on a device instead of the CPU,
+    which takes a minute for 8B parameters.
+    """
 
     device = torch.device("cpu")
 
@@ -108,7 +123,7 @@ class Ours:
 
     def __init__(self, job: Job, device: torch.device, compiled: bool = False) -> None:
         config = config_of(job, device.type, compiled=compiled)
-        self.parts = build_on_device(config, open_mesh(Grid(1, 1, 1), device.type), job)
+        self.parts = build_on_device(config, open_mesh(Grid(), device.type), job)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -130,8 +145,16 @@ def decay_groups(weights: Iterable[Tensor]) -> list[dict[str, Any]]:
 class Loop:
     """A loop without a framework: accumulate gradients, clip, step."""
 
-    def __init__(self, job: Job, device: torch.device, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.job, self.device, self.loss_of, self.tokens, self.samples_seen = job, device, loss_of, Tokens(job), 0
+    def __init__(
+        self, job: Job, device: torch.device, loss_of: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self.job, self.device, self.loss_of, self.tokens, self.samples_seen = (
+            job,
+            device,
+            loss_of,
+            Tokens(job),
+            0,
+        )
 
     def accumulate(self, chunks: int) -> Tensor:
         """Run forward and backward of each micro-batch; return the mean loss."""
@@ -147,10 +170,16 @@ class Loop:
 
 
 class MasterLoop(Loop):
-    """Loop over bfloat16 weights, with float32 gradients that hooks add to, and float32 master weights."""
+    """Loop over bfloat16 weights, with float32 gradients that hooks add to,
+    and float32 master weights.
+    """
 
     def __init__(
-        self, job: Job, device: torch.device, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
+        self,
+        job: Job,
+        device: torch.device,
+        model: nn.Module,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__(job, device, loss_of)
         self.weights = [p for p in model.parameters() if p.requires_grad]
@@ -158,7 +187,9 @@ class MasterLoop(Loop):
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = torch.zeros_like(master)
             weight.register_post_accumulate_grad_hook(self._adder(master.grad))
-        self.optimizer = torch.optim.AdamW(decay_groups(self.masters), lr=LEARNING_RATE, betas=BETAS, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.masters), lr=LEARNING_RATE, betas=BETAS, fused=True
+        )
 
     @staticmethod
     def _adder(total: Tensor) -> Callable[[Tensor], None]:
@@ -189,7 +220,9 @@ class ShardedLoop(Loop):
         one_rank(device)
         options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (1,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            ),
         }
         for name, layer in model.named_children():
             if name.startswith("block"):
@@ -199,7 +232,9 @@ class ShardedLoop(Loop):
         fully_shard(model, **options)
         self.parameters = list(model.parameters())
         super().__init__(job, device, cross_entropy_of(model))
-        self.optimizer = torch.optim.AdamW(decay_groups(self.parameters), lr=LEARNING_RATE, betas=BETAS, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.parameters), lr=LEARNING_RATE, betas=BETAS, fused=True
+        )
 
     def step(self, chunks: int) -> float:
         """Accumulate, clip, step."""
@@ -221,7 +256,9 @@ def cross_entropy_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 def model_on(job: Job, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Build the job's model on the device, with weights by name."""
-    builder = find_function(job.builder, "builder", "a function that returns an nn.Sequential", ModelError)
+    builder = find_function(
+        job.builder, "builder", "a function that returns an nn.Sequential", ModelError
+    )
     with torch.device(device):
         model: nn.Sequential = builder(**job.options)
     model.to(device=device, dtype=dtype)
@@ -236,7 +273,12 @@ def one_rank(device: torch.device) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
 
 
@@ -313,10 +355,14 @@ class TorchAttention(nn.Module):
     def __init__(self, **options: object) -> None:
         super().__init__()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: object, **more: object) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *rest: object, **more: object
+    ) -> Tensor:
         """Attend causally; key and value (S, B, H_kv, d)."""
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return y.permute(2, 0, 1, 3).flatten(2)
 
 

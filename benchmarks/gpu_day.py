@@ -1,10 +1,12 @@
-"""One command on a machine with a GPU: versions, ceilings of kernels, the tests of CUDA, memory, and a race.
+"""One command on a machine with a GPU: versions, ceilings of kernels, the tests of CUDA, memory,
+and a race.
 
     python benchmarks/gpu_day.py --minutes 9 --out DIR [--stages facts,ceilings]
     python benchmarks/gpu_day.py --device cpu --tiny --out DIR     the same code on toy sizes: its numbers mean nothing
 
-Each stage is a process with a deadline: its share of the time that is left. Each row is in DIR/STAGE.json at once. A
-stage that dies or hangs is a row with its reason. DIR/STAGE.log holds its output, DIR/table.txt the table.
+Each stage is a process with a deadline: its share of the time that is left. Each row is in
+DIR/STAGE.json at once. A stage that dies or hangs is a row with its reason. DIR/STAGE.log holds its
+output, DIR/table.txt the table.
 """
 
 from __future__ import annotations
@@ -24,14 +26,31 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 5, "race": 14, "predict": 2, "one_rank": 4, "shared": 3}
+SHARES = {
+    "facts": 2,
+    "ceilings": 3,
+    "tests": 6,
+    "memory": 5,
+    "race": 14,
+    "predict": 2,
+    "one_rank": 4,
+    "shared": 3,
+}
 """Share of each stage in the time; time that a stage leaves goes to those after it."""
 CONTENDER_S = 90.0
 """Longest time of one contender of the race."""
 SAME_LOSS = 0.02
 """Largest relative difference of the first losses of contenders."""
 ONLY_IN_JSON = ("name", "output", "kernels_ms", "step_ms_of_blocks")
-PACKAGES = ("triton", "numpy", "pydantic", "megatron-core", "transformers", "nvidia-ml-py", "pytest")
+PACKAGES = (
+    "triton",
+    "numpy",
+    "pydantic",
+    "megatron-core",
+    "transformers",
+    "nvidia-ml-py",
+    "pytest",
+)
 Row = dict[str, Any]
 Rows = Iterator[Row]
 
@@ -57,7 +76,11 @@ def facts(options: argparse.Namespace) -> Rows:
     if options.device == "cuda":
         found = torch.cuda.get_device_properties(0)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        yield {"name": "device", "device": found.name, "memory_gib": round(found.total_memory / 2**30, 1)} | {
+        yield {
+            "name": "device",
+            "device": found.name,
+            "memory_gib": round(found.total_memory / 2**30, 1),
+        } | {
             "cuda": torch.version.cuda,
             "nccl": nccl,
             "multiprocessors": found.multi_processor_count,
@@ -76,7 +99,10 @@ def facts(options: argparse.Namespace) -> Rows:
         event.key: event.self_device_time_total if cuda else event.self_cpu_time_total
         for event in profile.key_averages()
     }
-    yield {"name": "kernels of attention", "kernels": sorted(spent, key=lambda key: -spent[key])[:5]}
+    yield {
+        "name": "kernels of attention",
+        "kernels": sorted(spent, key=lambda key: -spent[key])[:5],
+    }
 
 
 def settle(device: str) -> None:
@@ -93,12 +119,16 @@ def attention_shape(options: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def attention(options: argparse.Namespace) -> Callable[[], object]:
-    """Return causal attention forward and backward of Llama-3-8B's heads, q, k and v (B, H, S, d)."""
+    """Return causal attention forward and backward of Llama-3-8B's heads, q, k and v (B, H, S,
+    d).
+    """
     import torch
 
     heads, length, size = attention_shape(options)
     q, k, v = (
-        torch.randn(1, heads, length, size, device=options.device, dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            1, heads, length, size, device=options.device, dtype=torch.bfloat16, requires_grad=True
+        )
         for _ in range(3)
     )
 
@@ -110,7 +140,9 @@ def attention(options: argparse.Namespace) -> Callable[[], object]:
 
 
 def seconds(call: Callable[[], object], device: str, tiny: bool) -> float:
-    """Return the median seconds of a call, from an idle device to an idle device, over blocks of calls."""
+    """Return the median seconds of a call, from an idle device to an idle device,
+    over blocks of calls.
+    """
     calls, found = (1, []) if tiny else (10, [])
     for _ in range(2 if tiny else 8):
         settle(device)
@@ -123,13 +155,18 @@ def seconds(call: Callable[[], object], device: str, tiny: bool) -> float:
 
 
 def ceilings(options: argparse.Namespace) -> Rows:
-    """Yield the rate of each kernel that a step consists of; a kernel that fails is a row with its reason."""
+    """Yield the rate of each kernel that a step consists of;
+    a kernel that fails is a row with its reason.
+    """
     import torch
 
     tokens, hidden, wide = (32, 16, 48) if options.tiny else (8192, 4096, 14336)
     vocabulary, numel = (64, 2**10) if options.tiny else (32768, 2**28)
     kwargs: dict[str, Any] = {"device": options.device, "dtype": torch.bfloat16}
-    x_TD, w_VD, y_TV = (torch.randn(*shape, **kwargs) for shape in ((tokens, hidden), (wide, hidden), (tokens, wide)))
+    x_TD, w_VD, y_TV = (
+        torch.randn(*shape, **kwargs)
+        for shape in ((tokens, hidden), (wide, hidden), (tokens, wide))
+    )
     total_VD = torch.zeros(wide, hidden, device=options.device)
 
     def addmm() -> object:
@@ -153,7 +190,9 @@ def ceilings(options: argparse.Namespace) -> Rows:
     def cross_entropy() -> Callable[[], object]:
         logits = torch.randn(tokens, vocabulary, device=options.device, requires_grad=True)
         labels = torch.zeros(tokens, dtype=torch.long, device=options.device)
-        return lambda: torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), logits)
+        return lambda: torch.autograd.grad(
+            torch.nn.functional.cross_entropy(logits, labels), logits
+        )
 
     gemm, (heads, length, size) = 2.0 * tokens * hidden * wide, attention_shape(options)
     kernels: dict[str, tuple[Callable[[], Callable[[], object]], float, str]] = {
@@ -162,7 +201,11 @@ def ceilings(options: argparse.Namespace) -> Rows:
         "GEMM weight gradient": (lambda: lambda: y_TV.T @ x_TD, gemm, "TFLOP/s"),
         "addmm into float32": (lambda: addmm, gemm, "TFLOP/s"),
         "fp8 GEMM with its casts": (lambda: fp8, gemm, "TFLOP/s"),
-        "attention, causal half": (lambda: attention(options), 7.0 * heads * length**2 * size, "TFLOP/s"),
+        "attention, causal half": (
+            lambda: attention(options),
+            7.0 * heads * length**2 * size,
+            "TFLOP/s",
+        ),
         "copy, read and written": (copy, 8.0 * numel, "TB/s"),
         "fused AdamW, 28 bytes each": (adamw, 28.0 * numel, "TB/s"),
         "cross-entropy, 12 bytes each": (cross_entropy, 12.0 * tokens * vocabulary, "TB/s"),
@@ -172,10 +215,19 @@ def ceilings(options: argparse.Namespace) -> Rows:
             each_s = seconds(make(), options.device, options.tiny)
             yield {"name": name, "ms": round(each_s * 1e3, 4), unit: round(work / each_s / 1e12, 4)}
         except Exception as error:  # a kernel that this torch or device lacks is a result
-            yield {"name": name, "reason": f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"}
+            yield {
+                "name": name,
+                "reason": f"{type(error).__name__}: {str(error).splitlines()[0][:150]}",
+            }
 
 
-def command(words: Sequence[str], name: str, last_lines: int = 1, limit_s: float | None = None, **environ: str) -> Row:
+def command(
+    words: Sequence[str],
+    name: str,
+    last_lines: int = 1,
+    limit_s: float | None = None,
+    **environ: str,
+) -> Row:
     """Run a program of the checkout; return its exit code and the end of its output."""
     with subprocess.Popen(
         [sys.executable, *words],
@@ -194,20 +246,33 @@ def command(words: Sequence[str], name: str, last_lines: int = 1, limit_s: float
     lines = output.strip().splitlines()
     row: Row = {"name": name, "exit_code": process.returncode, "output": lines[-last_lines:]}
     if process.returncode:
-        row["reason"] = reason or f"exit code {process.returncode}: {lines[-1][:150] if lines else 'no output'}"
+        row["reason"] = (
+            reason or f"exit code {process.returncode}: {lines[-1][:150] if lines else 'no output'}"
+        )
     return row
 
 
 def tests(options: argparse.Namespace) -> Rows:
-    """Yield the result of the CUDA tests; on a CPU that of the tests that also run there, of a single one if tiny."""
-    only = ["tests/gpu/test_options.py", "-k", "nan_is_named"] if options.device == "cpu" else ["tests/gpu"]
-    words = ["-m", "pytest", "-vv", "-m", "gpu", "-p", "no:cacheprovider", *only]  # names, should a deadline cut it off
+    """Yield the result of the CUDA tests; on a CPU that of the tests that also run there,
+    of a single one if tiny.
+    """
+    only = (
+        ["tests/gpu/test_options.py", "-k", "nan_is_named"]
+        if options.device == "cpu"
+        else ["tests/gpu"]
+    )
+    # names, should a deadline cut it off
+    words = ["-m", "pytest", "-vv", "-m", "gpu", "-p", "no:cacheprovider", *only]
     # a --basetemp for tests that run this script would remove its own output
-    yield command(words, "pytest -m gpu", 20, MESHWRIGHT_GPU_TESTS=options.device, PYTEST_ADDOPTS="")
+    yield command(
+        words, "pytest -m gpu", 20, MESHWRIGHT_GPU_TESTS=options.device, PYTEST_ADDOPTS=""
+    )
 
 
 def memory(options: argparse.Namespace) -> Rows:
-    """Yield the peak that a dry run predicts for each model of the race, then the one measured in a process."""
+    """Yield the peak that a dry run predicts for each model of the race,
+    then the one measured in a process.
+    """
     from gpu_contenders import SHAPES
     from gpu_memory import predicted_bytes, row
 
@@ -215,10 +280,16 @@ def memory(options: argparse.Namespace) -> Rows:
         start_s = time.perf_counter()
         predicted = predicted_bytes(job, options.device, options.tiny)
         spent_s = round(time.perf_counter() - start_s, 1)
-        yield {"name": f"{job}: dryrun", "predicted_gib": round(predicted / 2**30, 6), "prediction_s": spent_s}
+        yield {
+            "name": f"{job}: dryrun",
+            "predicted_gib": round(predicted / 2**30, 6),
+            "prediction_s": spent_s,
+        }
         path = options.out / f"memory-{job}.json"
         path.unlink(missing_ok=True)
-        done = command(program("gpu_memory", options, job, path), f"{job}: measured", limit_s=CONTENDER_S)
+        done = command(
+            program("gpu_memory", options, job, path), f"{job}: measured", limit_s=CONTENDER_S
+        )
         yield row(job, predicted, json.loads(path.read_text())) if path.exists() else done
 
 
@@ -229,7 +300,9 @@ def program(name: str, options: argparse.Namespace, job: str, path: Path) -> lis
 
 
 def race(options: argparse.Namespace) -> Rows:
-    """Yield the rows of each contender of gpu_race.py, one process for each; the most important model comes first."""
+    """Yield the rows of each contender of gpu_race.py, one process for each;
+    the most important model comes first.
+    """
     from gpu_contenders import CONTENDERS, SHAPES
 
     for job in list(SHAPES)[:1] if options.tiny else SHAPES:
@@ -250,7 +323,9 @@ def race(options: argparse.Namespace) -> Rows:
 
 
 def predict(options: argparse.Namespace) -> Rows:
-    """Yield the rates of ``calibrate`` on this device, then predicted and measured step times of the race."""
+    """Yield the rates of ``calibrate`` on this device,
+    then predicted and measured step times of the race.
+    """
     from gpu_contenders import SHAPES
     from gpu_predict import hardware_of, rows
 
@@ -259,13 +334,17 @@ def predict(options: argparse.Namespace) -> Rows:
     found = hardware_of(options.device, options.tiny)
     (options.out / "hardware.toml").write_text(to_toml(found))
     shares = ("memory_bytes_per_s", "product_share", "attention_share", "attention_backward_share")
-    yield {"name": f"calibrate: {found.name}"} | {key: float(f"{getattr(found, key):.4g}") for key in shares}
+    yield {"name": f"calibrate: {found.name}"} | {
+        key: float(f"{getattr(found, key):.4g}") for key in shares
+    }
     names = list(SHAPES)[:1] if options.tiny else list(SHAPES)
     yield from rows(names, options.device, options.tiny, found, options.out / "race.json")
 
 
 def one_rank(options: argparse.Namespace) -> Rows:
-    """Yield compute time and memory of one rank of each layout of gpu_one_rank.py, a process for each."""
+    """Yield compute time and memory of one rank of each layout of gpu_one_rank.py,
+    a process for each.
+    """
     from gpu_one_rank import LAYOUTS
 
     for layout in LAYOUTS:
@@ -276,7 +355,9 @@ def one_rank(options: argparse.Namespace) -> Rows:
 
 
 def shared(options: argparse.Namespace) -> Rows:
-    """Yield the losses of layouts of two ranks on one device; those that are not of one rank have a reason."""
+    """Yield the losses of layouts of two ranks on one device;
+    those that are not of one rank have a reason.
+    """
     from gpu_shared import LAYOUTS
 
     expected: list[float] = []
@@ -314,13 +395,26 @@ def run_stage(options: argparse.Namespace) -> None:
 
 
 def rows_of(stage: str, deadline_s: float, options: argparse.Namespace) -> list[Row]:
-    """Run a stage as a process until its deadline; return its rows, the last with the reason if it did not end well."""
+    """Run a stage as a process until its deadline; return its rows,
+    the last with the reason if it did not end well.
+    """
     path = options.out / f"{stage}.json"
     path.unlink(missing_ok=True)
-    words = [sys.executable, __file__, "--stage", stage, "--device", options.device, "--out", str(options.out)]
+    words = [
+        sys.executable,
+        __file__,
+        "--stage",
+        stage,
+        "--device",
+        options.device,
+        "--out",
+        str(options.out),
+    ]
     words += ["--tiny"] if options.tiny else []
     with (options.out / f"{stage}.log").open("w") as log:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout=deadline_s)
             reason = f"exit code {code}, see {stage}.log" if code else ""
@@ -343,7 +437,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stages", default=",".join(SHARES))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing"
+    )
     parser.add_argument("--stage", choices=list(SHARES), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.out = options.out.resolve()
@@ -353,13 +449,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     stages = options.stages.split(",")
     if unknown := set(stages) - set(SHARES):
-        parser.error(f"no stage is named {', '.join(sorted(unknown))}; the stages are {', '.join(SHARES)}")
+        parser.error(
+            f"no stage is named {', '.join(sorted(unknown))}; the stages are {', '.join(SHARES)}"
+        )
     end_s, lines, failed = time.monotonic() + 60 * options.minutes, [], False
     for i, stage in enumerate(stages):
         share = SHARES[stage] / sum(SHARES[each] for each in stages[i:])
         for row in rows_of(stage, max(1.0, share * (end_s - time.monotonic())), options):
             failed = failed or "reason" in row
-            numbers = "  ".join(f"{key} {value}" for key, value in row.items() if key not in ONLY_IN_JSON)
+            numbers = "  ".join(
+                f"{key} {value}" for key, value in row.items() if key not in ONLY_IN_JSON
+            )
             lines.append(f"{stage:10} {row['name']:32} {numbers}")
             print(lines[-1], flush=True)
     (options.out / "table.txt").write_text("\n".join(lines) + "\n")

@@ -1,10 +1,11 @@
-"""Peak memory of a training step on one GPU, beside the prediction of ``meshwright dryrun`` made beforehand.
+"""Peak memory of a training step on one GPU,
+beside the prediction of ``meshwright dryrun`` made beforehand.
 
     python benchmarks/gpu_memory.py --job llama-1b --out FILE     one model of the race, in a process of its own
     python benchmarks/gpu_memory.py --tiny --device cpu ...       the same code on toy sizes
 
-On CUDA the peak is torch's (allocated; reserved beside it) in the third step. On CPU it is that of live storages, as in
-memory_accuracy.py.
+On CUDA the peak is torch's (allocated; reserved beside it) in the third step. On CPU it is that of
+live storages, as in memory_accuracy.py.
 """
 
 from __future__ import annotations
@@ -40,14 +41,24 @@ def measured(name: str, device: str, tiny: bool) -> dict[str, int]:
     torch.cuda.reset_peak_memory_stats()
     ours.step(1)
     torch.cuda.synchronize()
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
 
 
 def row(name: str, predicted: int, found: dict[str, int]) -> dict[str, Any]:
-    """Return measurement and prediction in GiB, and the error of the prediction in percent of what was allocated."""
+    """Return measurement and prediction in GiB,
+    and the error of the prediction in percent of what was allocated.
+    """
     gib = {f"{kind}_gib": round(number / 2**30, 6) for kind, number in found.items()}
     off = round(100 * (predicted / found["allocated"] - 1), 3)
-    return {"name": f"{name}: measured", "predicted_gib": round(predicted / 2**30, 6), **gib, "error_percent": off}
+    return {
+        "name": f"{name}: measured",
+        "predicted_gib": round(predicted / 2**30, 6),
+        **gib,
+        "error_percent": off,
+    }
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,11 +1,13 @@
-"""One real rank of a large layout on one GPU: its own code and tensors, over process groups without peers.
+"""One real rank of a large layout on one GPU: its own code and tensors,
+over process groups without peers.
 
     python benchmarks/gpu_one_rank.py --job tp8 --out FILE        also pp8, dp64, cp8 (131,072 tokens)
     python benchmarks/gpu_one_rank.py --tiny --device cpu ...     the same code on toy sizes and layouts
 
-Collectives and messages return at once (torch's "fake" backend): the time is that of this rank's computation without
-communication and bubbles, and the memory is this rank's. Received tensors hold whatever their memory held, so no value
-of the step is read: losses mean nothing. The peak is compared with the dry run of the same rank, made beforehand.
+Collectives and messages return at once (torch's "fake" backend): the time is that of this rank's
+computation without communication and bubbles, and the memory is this rank's. Received tensors hold
+whatever their memory held, so no value of the step is read: losses mean nothing. The peak is
+compared with the dry run of the same rank, made beforehand.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from gpu_step import LEARNING_RATE, Job, timed
 from observe import Observer
 
 from meshwright.config import RunConfig
+from meshwright.data_parallel.ties import sum_ties
 from meshwright.mesh.device import prepare_allocator
 from meshwright.mesh.fake import fake_mesh
 from meshwright.parts import Parts, StepFeed
-from meshwright.pipeline.executor import RowResult
 from meshwright.step import all_reduce_sums
 from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
 
@@ -46,7 +48,9 @@ class Layout(NamedTuple):
         """Return the model with this layout's samples."""
         job = job_of(MODEL, self.chunks, tiny)
         length = self.lengths * job.sequence_length
-        return job._replace(options=job.options | {"max_sequence_length": length}, sequence_length=length)
+        return job._replace(
+            options=job.options | {"max_sequence_length": length}, sequence_length=length
+        )
 
 
 LAYOUTS = {
@@ -65,14 +69,13 @@ TINY = {
 
 def step(parts: Parts) -> float:
     """Take a step in which no branch depends on a value; return 0, because there is no loss."""
-
-    def update(row: RowResult) -> None:
-        all_reduce_sums(parts, row)
-        parts.optimizer.step(LEARNING_RATE, 1.0)
-
     for replica in parts.replicas.values():
         replica.begin_step()
-    parts.last = parts.executor.run(StepFeed(parts, parts.source, 0), update)
+    with parts.executor.until_step(StepFeed(parts, parts.source, 0)) as row:
+        sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
+        all_reduce_sums(parts, row)
+        parts.optimizer.step(LEARNING_RATE, 1.0)
+    parts.last = row
     for replica in parts.replicas.values():
         replica.wait_for_weights()
     return 0.0
@@ -82,7 +85,10 @@ def measure(config: RunConfig, layout: Layout, device: torch.device, tiny: bool)
     """Return the seconds and the peak bytes of a step of one rank."""
     prepare_allocator()
     watched = Observer() if device.type == "cpu" else nullcontext()
-    with watched as observer, fake_mesh(grid_of(config), layout.rank, device=str(device)) as mesh:
+    with (
+        watched as observer,
+        fake_mesh(grid_of(config.parallel), layout.rank, device=str(device)) as mesh,
+    ):
         parts = build_on_device(config, mesh, layout.job(tiny))
         for stage in parts.executor.stages.values():
             stage.calls.skip_first_checks()
@@ -97,7 +103,10 @@ def measure(config: RunConfig, layout: Layout, device: torch.device, tiny: bool)
             torch.cuda.reset_peak_memory_stats(device)
             step(parts)
             torch.cuda.synchronize(device)
-            found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            found = {
+                "allocated": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+            }
         times = [timed(lambda: step(parts), 2, device) for _ in range(1 if tiny else 4)]
     return found | {"step_s": statistics.median(times)}
 
@@ -115,7 +124,11 @@ def main(argv: Sequence[str]) -> int:
         "chunks": layout.chunks,
         "step_ms": round(found["step_s"] * 1e3, 3),
         "predicted_gib": round(predicted / 2**30, 6),
-        **{f"{kind}_gib": round(found[kind] / 2**30, 6) for kind in ("allocated", "reserved") if kind in found},
+        **{
+            f"{kind}_gib": round(found[kind] / 2**30, 6)
+            for kind in ("allocated", "reserved")
+            if kind in found
+        },
         "error_percent": round(100 * (predicted / found["allocated"] - 1), 3),
     }
     options.out.write_text(json.dumps(row, indent=1) + "\n")

@@ -1,4 +1,6 @@
-"""Predicted step time of the race's models, from rates measured on the device; no rate is fitted to a step."""
+"""Predicted step time of the race's models, from rates measured on the device;
+no rate is fitted to a step.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,28 @@ TINY = Sizes(side=64, heads=4, tokens=32, elements=2**12, aim_s=0.01)
 def hardware_of(device: str, tiny: bool) -> Hardware:
     """Measure the device as ``meshwright calibrate --device cuda`` does."""
     return measure_hardware(
-        torch.device(device, 0) if device == "cuda" else torch.device(device), TINY if tiny else None
+        torch.device(device, 0) if device == "cuda" else torch.device(device),
+        TINY if tiny else None,
     )
 
 
-def predicted_s(name: str, chunks: int, device: str, tiny: bool, hardware: Hardware, *, compiled: bool) -> float:
+def predicted_s(
+    name: str, chunks: int, device: str, tiny: bool, hardware: Hardware, *, compiled: bool
+) -> float:
     """Return the predicted seconds of a step of a model of the race."""
     config = config_of(job_of(name, chunks, tiny), device, compiled=compiled)
-    cache = ModelCache(config, execution_options(config, hardware))
-    return evaluate(cache, hardware, config, choice_of(config), draw_blueprint(config).schedule).time.total
+    cache = ModelCache(config, execution_options(config.train, hardware))
+    return evaluate(
+        cache, hardware, config, choice_of(config), draw_blueprint(config).schedule
+    ).time.total
 
 
-def rows(names: list[str], device: str, tiny: bool, hardware: Hardware, race: Path) -> Iterator[dict[str, Any]]:
-    """Yield the predicted ms of each of this framework's steps in the race, with the measured ms if there are any."""
+def rows(
+    names: list[str], device: str, tiny: bool, hardware: Hardware, race: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield the predicted ms of each of this framework's steps in the race,
+    with the measured ms if there are any.
+    """
     measured = {row["name"]: row for row in json.loads(race.read_text())} if race.exists() else {}
     for name in names:
         for chunks in CHUNKS:
@@ -49,5 +60,12 @@ def rows(names: list[str], device: str, tiny: bool, hardware: Hardware, race: Pa
                 }
                 found = measured.get(row["name"], {}).get("step_ms")
                 if found:
-                    row |= {"measured_ms": found, "error_percent": round(100 * (seconds * 1e3 / found - 1), 1)}
-                yield row if found or tiny else row | {"reason": "the race has no measured step of this name"}
+                    row |= {
+                        "measured_ms": found,
+                        "error_percent": round(100 * (seconds * 1e3 / found - 1), 1),
+                    }
+                yield (
+                    row
+                    if found or tiny
+                    else row | {"reason": "the race has no measured step of this name"}
+                )

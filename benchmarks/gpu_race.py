@@ -1,11 +1,13 @@
-"""One contender of the race on one GPU, in a process of its own: time, both counts of MFU, memory, kernels, idle time.
+"""One contender of the race on one GPU, in a process of its own: time, both counts of MFU, memory,
+kernels, idle time.
 
     python benchmarks/gpu_race.py --job llama-1b --contender ours-compiled --out FILE [--steps 10]
     python benchmarks/gpu_race.py --tiny --device cpu ...    the same code on toy sizes: its numbers mean nothing
 
-FILE has a row per number of micro-batches, written when it is measured: contenders are in gpu_contenders.py. After the
-timed steps one more step runs under torch's profiler: the 20 kernels that take longest, and the share of the step in
-which no kernel ran, because the host had queued none.
+FILE has a row per number of micro-batches, written when it is measured: contenders are in
+gpu_contenders.py. After the timed steps one more step runs under torch's profiler: the 20 kernels
+that take longest, and the share of the step in which no kernel ran, because the host had queued
+none.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ KERNELS = 20
 
 
 def profile(contender: Contender, chunks: int, device: torch.device) -> dict[str, Any]:
-    """Return the longest kernels of a step in ms, and the share of the step, 0..1, without any kernel (on CUDA)."""
+    """Return the longest kernels of a step in ms, and the share of the step, 0..1,
+    without any kernel (on CUDA).
+    """
     activity = torch.profiler.ProfilerActivity
     wanted = [activity.CPU] + ([activity.CUDA] if device.type == "cuda" else [])
     with torch.profiler.profile(activities=wanted) as found:
@@ -55,7 +59,9 @@ def longest(spent_us: dict[str, float]) -> dict[str, float]:
 
 
 def idle_share(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the share, 0..1, of the time from the first start to the last end that no (start, end) covers."""
+    """Return the share, 0..1, of the time from the first start to the last end that no (start, end)
+    covers.
+    """
     if not spans:
         return 0.0
     ordered = sorted(spans)
@@ -67,14 +73,19 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def measure(contender: Contender, job: Job, steps: int, device: torch.device) -> dict[str, Any]:
-    """Return a contender's row: the first loss, the median of blocks of timed steps, memory, and the profile."""
+    """Return a contender's row: the first loss, the median of blocks of timed steps, memory,
+    and the profile.
+    """
     chunks, cuda = job.chunks, device.type == "cuda"
     first_loss = contender.step(chunks)
     for _ in range(WARM_UP_STEPS - 1):
         contender.step(chunks)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    block_s = [timed(lambda: contender.step(chunks), max(1, steps // BLOCKS), device) for _ in range(BLOCKS)]
+    block_s = [
+        timed(lambda: contender.step(chunks), max(1, steps // BLOCKS), device)
+        for _ in range(BLOCKS)
+    ]
     step_s = statistics.median(block_s)
     row: dict[str, Any] = {
         "step_ms": round(step_s * 1e3, 3),
@@ -95,7 +106,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--contender", choices=CONTENDERS, required=True)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")

@@ -1,4 +1,5 @@
-"""Layouts of two ranks on one shared GPU, beside one rank alone: gloo, with messages through host memory.
+"""Layouts of two ranks on one shared GPU, beside one rank alone: gloo,
+with messages through host memory.
 
     python benchmarks/gpu_shared.py --job tp2 --out FILE        also pp2, dp2, one; the losses of three steps
     python benchmarks/gpu_shared.py --tiny --device cpu ...     the same layouts on toy sizes
@@ -23,10 +24,17 @@ from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.step import take_step
 
-LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+}
 MODEL, GLOBAL_BATCH, STEPS = "llama-1b", 4, 3
 NUM_LAYERS = 4
-"""Layers of the model; few, since tensor parallelism sends 200 MiB per layer and micro-batch through host memory."""
+"""Layers of the model; few, since tensor parallelism sends 200 MiB per layer
+and micro-batch through host memory.
+"""
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -36,11 +44,13 @@ def run_rank(options: argparse.Namespace) -> None:
     if not options.tiny:
         job = job._replace(options=job.options | {"num_layers": NUM_LAYERS})
     config = config_of(job, options.device, **parallel)
-    mesh = open_mesh(Grid(*config.parallel.degrees), options.device, share_devices=True)
+    mesh = open_mesh(Grid.of(config.parallel.degrees), options.device, share_devices=True)
     parts = build_on_device(config, mesh, job)
     losses = [take_step(parts).loss for _ in range(STEPS)]
     if mesh.rank == 0:
-        options.out.write_text(json.dumps({"name": f"{options.job} on one device", "losses": losses}) + "\n")
+        options.out.write_text(
+            json.dumps({"name": f"{options.job} on one device", "losses": losses}) + "\n"
+        )
     close_mesh(mesh)
 
 
@@ -52,7 +62,8 @@ def start_ranks(argv: Sequence[str], size: int) -> int:
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, *argv], env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            [sys.executable, __file__, *argv],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(size)
     ]

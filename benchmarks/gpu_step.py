@@ -1,4 +1,5 @@
-"""Step time on one GPU: this framework beside a hand-written loop, in turns inside one process, compiled and not.
+"""Step time on one GPU: this framework beside a hand-written loop, in turns inside one process,
+compiled and not.
 
     python benchmarks/gpu_step.py [--only NAME ...] [--steps 30] [--compile off|on|both] [--out FILE]
     python benchmarks/gpu_step.py --tiny --device cpu        the same code on toy sizes: its numbers mean nothing
@@ -6,10 +7,11 @@
     ours     train.dtype = "bfloat16": weights in bfloat16, gradients summed and weights stepped in float32
     plain    float32 weights under torch.autocast(bfloat16), gradient accumulation, clip_grad_norm_, fused AdamW
 
-Both train the same builder on random tokens: with plain nn.Dropout in the loop, with masks by name in ours. CUDA events
-time blocks of steps, which take turns, A B, B A, ...; a ratio compares adjacent blocks. FLOPs are the model's: three
-forwards per step. MFU has two counts, full attention and its causal half, both against the dense bfloat16 peak of the
-maker's data sheet; a device without a listed peak has the reason instead.
+Both train the same builder on random tokens: with plain nn.Dropout in the loop, with masks by name
+in ours. CUDA events time blocks of steps, which take turns, A B, B A, ...; a ratio compares
+adjacent blocks. FLOPs are the model's: three forwards per step. MFU has two counts, full attention
+and its causal half, both against the dense bfloat16 peak of the maker's data sheet; a device
+without a listed peak has the reason instead.
 
 Exit code 2: no CUDA device. 1: the two do not begin with the same loss.
 """
@@ -49,7 +51,9 @@ WARM_UP_STEPS = 3
 BLOCK_STEPS = 5
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
 SAME_LOSS = 0.02
-"""Relative difference of the first losses: both draw initial weights from the same distribution, but not the same."""
+"""Relative difference of the first losses: both draw initial weights from the same distribution,
+but not the same.
+"""
 
 
 class Job(NamedTuple):
@@ -67,7 +71,13 @@ class Job(NamedTuple):
         return self.sequence_length * self.micro_batch_size * self.chunks
 
 
-GPT2 = {"vocab_size": 50257, "hidden_size": 768, "num_layers": 12, "num_heads": 12, "max_sequence_length": 1024}
+GPT2 = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_layers": 12,
+    "num_heads": 12,
+    "max_sequence_length": 1024,
+}
 LLAMA_1B = {
     "vocab_size": 32768,
     "hidden_size": 2048,
@@ -82,11 +92,19 @@ JOBS = {
     "gpt2-124m-dropout": Job("meshwright_models.gpt2:build", {**GPT2, "dropout": 0.1}, 1024, 8, 2),
     "llama-1b": Job("meshwright_models.llama:build", LLAMA_1B, 4096, 2, 2),
 }
-TINY = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_sequence_length": 16,
+}
 TINY_JOBS = {
     "gpt2-124m": Job("meshwright_models.gpt2:build", {**TINY, "dropout": 0.0}, 16, 2, 2),
     "gpt2-124m-dropout": Job("meshwright_models.gpt2:build", {**TINY, "dropout": 0.1}, 16, 2, 2),
-    "llama-1b": Job("meshwright_models.llama:build", {**TINY, "num_kv_heads": 2, "ffn_size": 48}, 16, 2, 2),
+    "llama-1b": Job(
+        "meshwright_models.llama:build", {**TINY, "num_kv_heads": 2, "ffn_size": 48}, 16, 2, 2
+    ),
 }
 
 
@@ -99,7 +117,9 @@ class Tokens:
         self.windows = torch.randint(job.options["vocab_size"], shape, generator=generator)
 
     def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return (tokens, labels), both (B, S), of the micro-batch that these sample indices begin."""
+        """Return (tokens, labels), both (B, S),
+        of the micro-batch that these sample indices begin.
+        """
         window = self.windows[indices[0] // len(indices) % len(self.windows)]
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
@@ -131,7 +151,7 @@ class Ours:
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
         config = config_of(job, device.type, compiled=compiled)
-        self.parts = build(config, open_mesh(Grid(1, 1, 1), device.type), (Tokens(job), None))
+        self.parts = build(config, open_mesh(Grid(), device.type), (Tokens(job), None))
 
     def step(self) -> float:
         """Take the framework's own step; return its loss."""
@@ -143,13 +163,18 @@ class Plain:
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
         torch.manual_seed(1234)
-        builder = find_function(job.builder, "builder", "a function that returns an nn.Sequential", ModelError)
+        builder = find_function(
+            job.builder, "builder", "a function that returns an nn.Sequential", ModelError
+        )
         model: nn.Module = builder(**job.options).to(device)
         self.job, self.device, self.tokens, self.samples_seen = job, device, Tokens(job), 0
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+                {
+                    "params": [p for p in self.parameters if p.dim() >= 2],
+                    "weight_decay": WEIGHT_DECAY,
+                },
                 {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
             ],
             lr=LEARNING_RATE,
@@ -224,13 +249,20 @@ class Flops(NamedTuple):
         peak = peak_flops(device, "bfloat16")
         if peak is None:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-            return row | {"mfu": None, "mfu_causal": None, "mfu_reason": f"no bfloat16 peak is listed for {name}"}
+            return row | {
+                "mfu": None,
+                "mfu_causal": None,
+                "mfu_reason": f"no bfloat16 peak is listed for {name}",
+            }
         return row | {
-            f"mfu{end}": round(n / step_s / peak, 4) for end, n in (("", self.full), ("_causal", self.causal))
+            f"mfu{end}": round(n / step_s / peak, 4)
+            for end, n in (("", self.full), ("_causal", self.causal))
         }
 
 
-def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[dict[str, Measured], Flops]:
+def race(
+    job: Job, device: torch.device, compiled: bool, steps: int
+) -> tuple[dict[str, Measured], Flops]:
     """Time ours and plain in turns; return their measurements, and the model FLOPs of a step."""
     contenders: dict[str, Ours | Plain] = {}
     first_losses, held_bytes = {}, {}
@@ -258,10 +290,14 @@ def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[di
     blueprint = ours.parts.blueprint
     full = blueprint.flops_per_step
     flops = Flops(full, full * causal_share([cost.forward for cost in blueprint.layer_costs]))
-    return {name: Measured(first_losses[name], times[name], peaks[name]) for name in contenders}, flops
+    return {
+        name: Measured(first_losses[name], times[name], peaks[name]) for name in contenders
+    }, flops
 
 
-def summary(job: Job, measured: dict[str, Measured], flops: Flops, device: torch.device) -> dict[str, Any]:
+def summary(
+    job: Job, measured: dict[str, Measured], flops: Flops, device: torch.device
+) -> dict[str, Any]:
     """Return the numbers for the table and for the file."""
     rows = {}
     for name, (first_loss, step_s, peak_bytes) in measured.items():
@@ -274,9 +310,15 @@ def summary(job: Job, measured: dict[str, Measured], flops: Flops, device: torch
             **flops.rates(median_s, device),
             "peak_gib": round(peak_bytes / 2**30, 3),
         }
-    ratios = [ours / plain for ours, plain in zip(measured["ours"].step_s, measured["plain"].step_s, strict=True)]
+    ratios = [
+        ours / plain
+        for ours, plain in zip(measured["ours"].step_s, measured["plain"].step_s, strict=True)
+    ]
     spread = [round(each, 4) for each in (statistics.median(ratios), min(ratios), max(ratios))]
-    return {"contenders": rows, "time_of_ours_over_plain": dict(zip(("median", "least", "most"), spread, strict=True))}
+    return {
+        "contenders": rows,
+        "time_of_ours_over_plain": dict(zip(("median", "least", "most"), spread, strict=True)),
+    }
 
 
 def show(title: str, found: dict[str, Any]) -> None:
@@ -286,14 +328,17 @@ def show(title: str, found: dict[str, Any]) -> None:
         f"{'loss 1':>9}"
     )
     for name, row in found["contenders"].items():
-        mfu = "".join(f"{'-' if row[key] is None else f'{row[key]:.1%}':>8}" for key in ("mfu", "mfu_causal"))
+        mfu = "".join(
+            f"{'-' if row[key] is None else f'{row[key]:.1%}':>8}" for key in ("mfu", "mfu_causal")
+        )
         print(
             f"{name:8}{row['step_ms']:>10.2f}{row['tokens_per_s']:>12,}{row['tflops']:>10.2f}{mfu}"
             f"{row['peak_gib']:>10.2f}{row['first_loss']:>9.4f}"
         )
     ratio = found["time_of_ours_over_plain"]
     print(
-        f"ours / plain, time of a step: {ratio['median']:.3f}  [{ratio['least']:.3f} .. {ratio['most']:.3f}]",
+        f"ours / plain, time of a step: {ratio['median']:.3f}  [{ratio['least']:.3f} .."
+        f" {ratio['most']:.3f}]",
         flush=True,
     )
 
@@ -305,7 +350,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="timed steps of each contender")
     parser.add_argument("--compile", choices=["off", "on", "both"], default="both")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing"
+    )
     parser.add_argument("--out", type=Path, help="where the JSON goes; - for nowhere")
     options = parser.parse_args(argv)
     if options.device == "cpu" and not options.tiny:
@@ -320,7 +367,9 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "gpu_step needs a CUDA device, and torch sees none; --tiny --device cpu exercises the code", file=sys.stderr
+            "gpu_step needs a CUDA device, and torch sees none; --tiny --device cpu exercises the"
+            " code",
+            file=sys.stderr,
         )
         return 2
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -331,17 +380,26 @@ def main(argv: Sequence[str]) -> int:
         for compiled in {"off": [False], "on": [True], "both": [False, True]}[options.compile]:
             title = f"{job_name}{', compiled' if compiled else ''}"
             measured, flops = race(job, device, compiled, options.steps)
-            races[title] = {"job": job._asdict(), "flops_per_step": flops.full, **summary(job, measured, flops, device)}
+            races[title] = {
+                "job": job._asdict(),
+                "flops_per_step": flops.full,
+                **summary(job, measured, flops, device),
+            }
             show(f"{title}, {job.tokens_per_step:,} tokens a step, {name}", races[title])
             ours, plain = measured["ours"].first_loss, measured["plain"].first_loss
             if not abs(ours - plain) <= SAME_LOSS * plain:
-                wrong.append(f"{title}: the first loss of ours is {ours:.4f}, that of plain {plain:.4f}")
+                wrong.append(
+                    f"{title}: the first loss of ours is {ours:.4f}, that of plain {plain:.4f}"
+                )
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             torch.compiler.reset()
     command = shlex.join(["python", "benchmarks/gpu_step.py", *argv])
-    report = {"environment": {**environment(command), "device": name, "cuda": torch.version.cuda}, "races": races}
+    report = {
+        "environment": {**environment(command), "device": name, "cuda": torch.version.cuda},
+        "races": races,
+    }
     out = options.out or RESULTS / f"gpu_step-{name.replace(' ', '-').lower()}-{date.today()}.json"
     if str(out) != "-":
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,26 @@
-"""Cost of watching a run: steps with all guards against steps with none, asynchronous saves against blocking ones.
+"""Cost of watching a run: steps with all guards against steps with none,
+asynchronous saves against blocking ones.
 
     python benchmarks/guards.py [--repeats 12] [--steps 5] [--saves 5] [--out FILE]
 
-Guards: the activity notes of each rank, the watchdog with its heartbeats, and the comparison of replicas. The check
-that loss and gradients are finite is not measured: it reads numbers that a step sums anyway.
+Guards: the activity notes of each rank, the watchdog with its heartbeats, and the comparison of
+replicas. The check that loss and gradients are finite is not measured: it reads numbers that a step
+sums anyway.
 
-Together: the same training with all guards and with none, in turns of some steps, A B, B A, ... on two ranks, one a
-core. A ratio compares adjacent turns. Replicas are compared once in each turn, twenty times as often as
-``watch.drift_every`` has it.
+Together: the same training with all guards and with none, in turns of some steps, A B, B A, ... on
+two ranks, one a core. A ratio compares adjacent turns. Replicas are compared once in each turn,
+twenty times as often as ``watch.drift_every`` has it.
 
-Each alone, as a share of a step: the notes are counted and one is timed. The watchdog's CPU time is the extra time that
-an idle process spends with it. A comparison is timed and divided by ``watch.drift_every``.
+Each alone, as a share of a step: the notes are counted and one is timed. The watchdog's CPU time is
+the extra time that an idle process spends with it. A comparison is timed and divided by
+``watch.drift_every``.
 
-A save: the time that `Saver.start` blocks the loop if the checkpoint is written asynchronously, over the time if the
-loop waits for the disk. The same parts save both ways, in turns.
+A save: the time that `Saver.start` blocks the loop if the checkpoint is written asynchronously,
+over the time if the loop waits for the disk. The same parts save both ways, in turns.
 
-Exit code 1: the guards, each alone, add up to more than 2 % of a step; or together they cost more than 2 % of its CPU
-time in the median; or they change a number; or an asynchronous save blocks for more than 10 % of a blocking one.
+Exit code 1: the guards, each alone, add up to more than 2 % of a step; or together they cost more
+than 2 % of its CPU time in the median; or they change a number; or an asynchronous save blocks for
+more than 10 % of a blocking one.
 """
 
 from __future__ import annotations
@@ -106,11 +110,19 @@ def watchdog_of(ours: Ours, directory: str) -> Watchdog:
     limit_s = ours.parts.config.launch.timeout_s
     replace_status = partial(write_atomic, Path(directory) / STATUS, is_durable=False)
     return Watchdog(
-        ours.mesh, Path(directory), limit_s, 10**6, lambda: ours.parts.state.step, end_process, replace_status
+        ours.mesh,
+        Path(directory),
+        limit_s,
+        10**6,
+        lambda: ours.parts.state.step,
+        end_process,
+        replace_status,
     )
 
 
-def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, int, int]) -> dict[str, float]:
+def each_alone(
+    rank: int, world_size: int, directory: str, degrees: tuple[int, int, int]
+) -> dict[str, float]:
     """Return the seconds of a ``step``, and of each guard per step."""
     ours = Ours(*degrees)
     activity: Any = ours.mesh.activity
@@ -124,7 +136,11 @@ def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, i
     number: Counter[str] = Counter()
     for name, given in (("begin", "it"), ("waits", None), ("posts", "dp")):
         note, other = getattr(activity, name), getattr(Activity(), name)
-        setattr(activity, name, lambda *what, name=name, note=note: (number.update([name]), note(*what))[1])
+        setattr(
+            activity,
+            name,
+            lambda *what, name=name, note=note: (number.update([name]), note(*what))[1],
+        )
         number.clear()
         ours.step()
         delattr(activity, name)
@@ -137,7 +153,8 @@ def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, i
         compared_s.append(time.perf_counter() - start_s)
     step_s = statistics.median(times_s[1:])
     shares = []
-    for watched in (contextlib.nullcontext(), watchdog_of(ours, directory)):  # gloo's threads wake up all the time
+    # gloo's threads wake up all the time
+    for watched in (contextlib.nullcontext(), watchdog_of(ours, directory)):
         cpu_s = time.process_time()
         with watched:
             time.sleep(ALONE_S)
@@ -151,12 +168,18 @@ def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, i
     }
 
 
-def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tuple[float, float, float]]:
-    """Return three times of each save, in s: blocked if asynchronous, until it was written, blocked if blocking."""
+def saves(
+    rank: int, world_size: int, directory: str, num_saves: int
+) -> list[tuple[float, float, float]]:
+    """Return three times of each save, in s: blocked if asynchronous, until it was written,
+    blocked if blocking.
+    """
     config = run_config(1, world_size, 1)
     options = config.model.options | SAVED
-    config = config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
-    parts = build(config, open_mesh(Grid(world_size, 1, 1), "cpu"), (Samples(), None))
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"options": options})}
+    )
+    parts = build(config, open_mesh(Grid(pp=world_size), "cpu"), (Samples(), None))
     saver = Saver(parts, Path(directory), lambda text: None)
     found = []
     for _ in range(num_saves + 1):  # the first warms up
@@ -184,7 +207,9 @@ def compare(pool: RankPool, name: str, repeats: int, steps: int, directory: str)
     return {
         "layout": name,
         "cpu_ratio": spread([ours.cpu_s / theirs.cpu_s for ours, theirs in pairs]),
-        "python_ratio": spread([ours.main_thread_s / theirs.main_thread_s for ours, theirs in pairs]),
+        "python_ratio": spread(
+            [ours.main_thread_s / theirs.main_thread_s for ours, theirs in pairs]
+        ),
         "wall_ratio": spread([ours.wall_s / theirs.wall_s for ours, theirs in pairs]),
         "step_s": statistics.median(each.wall_s for each in bare),
         "same_numbers": all(rank.shown["guarded"] == rank.shown["bare"] for rank in ranks),
@@ -194,7 +219,9 @@ def compare(pool: RankPool, name: str, repeats: int, steps: int, directory: str)
 
 def main() -> int:
     """Measure, print and write; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--saves", type=int, default=5)
@@ -202,9 +229,18 @@ def main() -> int:
     options = parser.parse_args()
     console, problems = Console(), []
     with RankPool(2) as pool, tempfile.TemporaryDirectory() as directory:
-        layouts = [compare(pool, name, options.repeats, options.steps, directory) for name in LAYOUTS]
+        layouts = [
+            compare(pool, name, options.repeats, options.steps, directory) for name in LAYOUTS
+        ]
         ranks = pool.run(saves, 2, directory, options.saves, timeout_s=3600)
-    table = Table("layout", "CPU, guarded / bare", "Python's thread", "wall", "step", title="all guards on, or none")
+    table = Table(
+        "layout",
+        "CPU, guarded / bare",
+        "Python's thread",
+        "wall",
+        "step",
+        title="all guards on, or none",
+    )
     for row in layouts:
         table.add_row(
             row["layout"],
@@ -212,7 +248,10 @@ def main() -> int:
             f"{1e3 * row['step_s']:.0f} ms",
         )
         if row["cpu_ratio"].median > BAR:
-            problems.append(f"{row['layout']}: guards cost {row['cpu_ratio'].median - 1:.1%} of a step's CPU time")
+            problems.append(
+                f"{row['layout']}: guards cost {row['cpu_ratio'].median - 1:.1%} of a step's CPU"
+                " time"
+            )
         if not row["same_numbers"]:
             problems.append(f"{row['layout']}: the two compute other numbers")
     console.print(table)
@@ -222,14 +261,20 @@ def main() -> int:
         shares = [alone[guard] / alone["step"] for guard in GUARDS]
         table.add_row(row["layout"], *(f"{share:.3%}" for share in shares), f"{sum(shares):.3%}")
         if sum(shares) > BAR - 1:
-            problems.append(f"{row['layout']}: each alone, guards add up to {sum(shares):.1%} of a step")
+            problems.append(
+                f"{row['layout']}: each alone, guards add up to {sum(shares):.1%} of a step"
+            )
     console.print(table)
-    slowest = [tuple(max(times) for times in zip(*each, strict=True)) for each in zip(*ranks, strict=True)]
+    slowest = [
+        tuple(max(times) for times in zip(*each, strict=True)) for each in zip(*ranks, strict=True)
+    ]
     held = spread([behind / blocking for behind, _, blocking in slowest])
-    behind_s, there_s, blocking_s = (statistics.median(times) for times in zip(*slowest, strict=True))
+    behind_s, there_s, blocking_s = (
+        statistics.median(times) for times in zip(*slowest, strict=True)
+    )
     console.print(
-        f"\na save: the loop is held up {behind_s:.3f} s when it is written behind ({there_s:.2f} s until there), and "
-        f"{blocking_s:.2f} s when it blocks; ratio {held}",
+        f"\na save: the loop is held up {behind_s:.3f} s when it is written behind ({there_s:.2f} s"
+        f" until there), and {blocking_s:.2f} s when it blocks; ratio {held}",
         highlight=False,
     )
     if held.median > SAVE_BAR:
@@ -237,7 +282,12 @@ def main() -> int:
     report = {
         **environment(f"python benchmarks/guards.py {shlex.join(sys.argv[1:])}".rstrip()),
         "guards": layouts,
-        "saves": {"held_up_ratio": held, "behind_s": behind_s, "until_there_s": there_s, "blocking_s": blocking_s},
+        "saves": {
+            "held_up_ratio": held,
+            "behind_s": behind_s,
+            "until_there_s": there_s,
+            "blocking_s": blocking_s,
+        },
         "problems": problems,
     }
     return conclude("guards", options.out, report, console)

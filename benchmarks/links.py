@@ -1,10 +1,12 @@
-"""Simulated step time that pipeline messages add, with receives posted late and posted one computation ahead.
+"""Simulated step time that pipeline messages add,
+with receives posted late and posted one computation ahead.
 
     python benchmarks/links.py
 
-F of a stage takes 1, B 2, I and W 1, a message 0.02 to 0.2. A message leaves when both its ends are posted and the one
-before it on its link has arrived. Columns: receives at the latest place, where they stood until 2026-11-25; one
-computation ahead, as they are run; and, as a bound, messages that leave as soon as they are sent.
+F of a stage takes 1, B 2, I and W 1, a message 0.02 to 0.2. A message leaves when both its ends are
+posted and the one before it on its link has arrived. Columns: receives at the latest place, where
+they stood until 2026-11-25; one computation ahead, as they are run; and, as a bound, messages that
+leave as soon as they are sent.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ CHUNKS = 16
 
 
 def with_late_receives(schedule: Schedule) -> Schedule:
-    """Lower with each message at its place in the global order, the latest: without step (3) of lower.py."""
+    """Lower with each message at its place in the global order, the latest: without step (3)
+    of lower.py.
+    """
     with patch("meshwright.schedule.lower.post_ahead", lambda schedule, row: row):
         return lower(schedule)
 

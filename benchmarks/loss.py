@@ -1,4 +1,5 @@
-"""Peak memory and CPU time of the cross-entropy by chunks of tokens, beside torch's on float32 logits.
+"""Peak memory and CPU time of the cross-entropy by chunks of tokens,
+beside torch's on float32 logits.
 
 python benchmarks/loss.py     (OMP_NUM_THREADS=1 is set; times are the best of five, of both in turn)
 """
@@ -29,8 +30,12 @@ LOSSES = {"chunks": cross_entropy, "torch": plain}
 
 
 def peak_gb(name: str, tokens: int, vocab_size: int) -> float:
-    """Return the peak of live bytes of forward and backward beside bfloat16 logits (tokens, V), on meta."""
-    logits = torch.empty(tokens, vocab_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    """Return the peak of live bytes of forward and backward beside bfloat16 logits (tokens, V),
+    on meta.
+    """
+    logits = torch.empty(
+        tokens, vocab_size, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     labels = torch.empty(tokens, dtype=torch.int64, device="meta")
     with WorkRecorder(counting_group(1)) as recorder:
         before = recorder.live
@@ -54,7 +59,10 @@ def best_s(dtype: torch.dtype, tokens: int, vocab_size: int) -> dict[str, float]
 
 if __name__ == "__main__":
     for name in LOSSES:
-        print(f"{name:8} peak {peak_gb(name, 8192, 128256):.2f} GB beside 8,192 x 128,256 bfloat16 logits")
+        print(
+            f"{name:8} peak {peak_gb(name, 8192, 128256):.2f} GB beside 8,192 x 128,256 bfloat16"
+            " logits"
+        )
     for dtype in (torch.float32, torch.bfloat16):
         times = best_s(dtype, 2048, 32000)
         words = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())

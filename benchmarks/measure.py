@@ -1,4 +1,6 @@
-"""Functions that the ranks run: contenders timed in turns inside one world, or one alone under the observer."""
+"""Functions that the ranks run: contenders timed in turns inside one world,
+or one alone under the observer.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Block(NamedTuple):
     machine_cpu_s: float
     """CPU seconds of all processes of this machine, the ranks included."""
     loopback_bytes: float
-    """Bytes that all processes received on loopback: messages between the ranks, and those of other processes."""
+    """Bytes that all processes received on loopback: messages between the ranks,
+    and those of other processes.
+    """
 
 
 class RankTimes(NamedTuple):
@@ -55,7 +59,9 @@ class RankObserved(NamedTuple):
 
 
 def machine_cpu_s() -> float:
-    """Return the CPU seconds of all processes since this machine started; 0 if the kernel does not report them."""
+    """Return the CPU seconds of all processes since this machine started;
+    0 if the kernel does not report them.
+    """
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -64,7 +70,9 @@ def machine_cpu_s() -> float:
 
 
 def loopback_bytes() -> int:
-    """Return the bytes that the loopback interface has received so far; 0 if the kernel does not report them."""
+    """Return the bytes that the loopback interface has received so far;
+    0 if the kernel does not report them.
+    """
     devices = Path("/proc/net/dev")
     for line in devices.read_text().splitlines() if devices.exists() else []:
         name, _, numbers = line.partition(":")
@@ -73,8 +81,12 @@ def loopback_bytes() -> int:
     return 0
 
 
-def race(rank: int, world_size: int, builders: Mapping[str, Builder], repeats: int, steps: int) -> RankTimes:
-    """Build all contenders, then repeat a few steps of each in turns; the order reverses from repeat to repeat."""
+def race(
+    rank: int, world_size: int, builders: Mapping[str, Builder], repeats: int, steps: int
+) -> RankTimes:
+    """Build all contenders, then repeat a few steps of each in turns;
+    the order reverses from repeat to repeat.
+    """
     contenders = {name: builder() for name, builder in builders.items()}
     shown = {
         name: [contender.step() for _ in range(STEPS_SHOWN)] if contender else []
@@ -88,9 +100,17 @@ def race(rank: int, world_size: int, builders: Mapping[str, Builder], repeats: i
 
 
 def _timed(contender: Contender | None, steps: int) -> Block:
-    """Measure some steps, from the moment that all ranks are ready (barrier) until all are done (barrier)."""
+    """Measure some steps, from the moment that all ranks are ready (barrier)
+    until all are done (barrier).
+    """
     dist.barrier()
-    before = machine_cpu_s(), loopback_bytes(), time.process_time(), time.thread_time(), time.perf_counter()
+    before = (
+        machine_cpu_s(),
+        loopback_bytes(),
+        time.process_time(),
+        time.thread_time(),
+        time.perf_counter(),
+    )
     if contender is not None:
         for _ in range(steps):
             contender.step()
@@ -103,7 +123,9 @@ def _timed(contender: Contender | None, steps: int) -> Block:
 
 
 def observe(rank: int, world_size: int, builder: Builder) -> RankObserved:
-    """Observe one step of one contender, after two steps that allocate its buffers and its optimizer state."""
+    """Observe one step of one contender, after two steps that allocate its buffers
+    and its optimizer state.
+    """
     with Observer() as observer:
         contender = builder()
         if contender is None:
@@ -119,7 +141,9 @@ def observe(rank: int, world_size: int, builder: Builder) -> RankObserved:
     counted: dict[Ranks, float] = {}
     if isinstance(contender, Ours):
         mesh = contender.mesh
-        ranks_of = {group.name: group.ranks for group in (mesh.pp, mesh.replicas, mesh.tp, mesh.world)}
+        ranks_of = {
+            group.name: group.ranks for group in (mesh.pp, mesh.replicas, mesh.tp, mesh.world)
+        }
         for (name, _), (_, wire_bytes) in mesh.traffic.counts.items():
             ranks = ranks_of[name]  # with one axis in use, it and the world are the same ranks
             counted[ranks] = counted.get(ranks, 0.0) + wire_bytes

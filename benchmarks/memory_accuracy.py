@@ -1,15 +1,16 @@
-"""Accuracy of the predicted memory of a rank: the peak of a real step on CPU against the predicted peak.
+"""Accuracy of the predicted memory of a rank:
+the peak of a real step on CPU against the predicted peak.
 
     python benchmarks/memory_accuracy.py [--only TEXT] [--limit N] [--out FILE]
 
-Each case runs for real, with every rank as a process. After two steps the peak of live bytes in a third is measured on
-each rank: of all storages that any tensor operation has made and that still live. The prediction is for one rank of
-each pipeline rank; the measurements of all its replicas and tensor-parallel ranks are compared with it. Cases: GPT-2,
-Llama and T5; every schedule, ZeRO 0 to 3, recomputation, sequence parallelism, offload, the optimizers, float32 and
-bfloat16.
+Each case runs for real, with every rank as a process. After two steps the peak of live bytes in a
+third is measured on each rank: of all storages that any tensor operation has made and that still
+live. The prediction is for one rank of each pipeline rank; the measurements of all its replicas and
+tensor-parallel ranks are compared with it. Cases: GPT-2, Llama and T5; every schedule, ZeRO 0 to 3,
+recomputation, sequence parallelism, offload, the optimizers, float32 and bfloat16.
 
-The difference is (predicted - measured) / measured, of the rank with the largest one. Exit code 1: more than 3 % in the
-mean over the cases, or more than 8 % in any.
+The difference is (predicted - measured) / measured, of the rank with the largest one. Exit code 1:
+more than 3 % in the mean over the cases, or more than 8 % in any.
 """
 
 from __future__ import annotations
@@ -45,14 +46,20 @@ from meshwright.step import take_step
 from meshwright_launch.pool import RankPool
 from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
 from meshwright_plan.planner.kernels import ExecutionOptions
+from meshwright_plan.planner.memory.reduction import GLOO
 from meshwright_plan.planner.model_cache import ModelCache
-from meshwright_plan.planner.reduction_buffers import GLOO
 
 MOST_MEAN, MOST_WORST = 0.03, 0.08
 TIMEOUT_S = 600.0
 SEQUENCE_LENGTH = 48
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 500, "hidden_size": 64, "num_layers": 6, "num_heads": 4, "max_sequence_length": 64},
+    "gpt2": {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "num_layers": 6,
+        "num_heads": 4,
+        "max_sequence_length": 64,
+    },
     "llama": {
         "vocab_size": 500,
         "hidden_size": 64,
@@ -87,8 +94,16 @@ class Case(NamedTuple):
     adapters: int = 0
 
     def __str__(self) -> str:
-        axes = " ".join(f"{axis}={n}" for axis, n in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if n > 1)
-        more = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
+        axes = " ".join(
+            f"{axis}={n}"
+            for axis, n in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp))
+            if n > 1
+        )
+        more = [
+            f"{name}={value}"
+            for name, value in self._asdict().items()
+            if value != self._field_defaults.get(name)
+        ]
         more = [each for each in more if each.partition("=")[0] not in ("model", "dp", "pp", "tp")]
         return " ".join([self.model, axes, *more]).replace("  ", " ")
 
@@ -134,17 +149,37 @@ class Case(NamedTuple):
 
 CASES = [
     *(Case(model) for model in MODELS),
-    *(Case("gpt2", pp=4, schedule=schedule, chunks=6) for schedule in ("1f1b", "gpipe", "zb_h1", "zb_h2")),
-    *(Case("llama", pp=2, schedule=s, chunks=6) for s in ("interleaved_1f1b", "zb_v", "v_half", "v_min")),
+    *(
+        Case("gpt2", pp=4, schedule=schedule, chunks=6)
+        for schedule in ("1f1b", "gpipe", "zb_h1", "zb_h2")
+    ),
+    *(
+        Case("llama", pp=2, schedule=s, chunks=6)
+        for s in ("interleaved_1f1b", "zb_v", "v_half", "v_min")
+    ),
     *(Case("gpt2", dp=4, zero=zero) for zero in (0, 1, 2, 3)),
     *(Case("llama", dp=4, zero=zero, shard_factor=2, dtype="bfloat16") for zero in (1, 2, 3)),
-    *(Case("gpt2", recompute=recompute, dropout=0.1) for recompute in ("none", "pointwise", "selective", "full")),
-    *(Case("llama", pp=2, recompute=recompute, chunks=6) for recompute in ("pointwise", "selective", "full")),
+    *(
+        Case("gpt2", recompute=recompute, dropout=0.1)
+        for recompute in ("none", "pointwise", "selective", "full")
+    ),
+    *(
+        Case("llama", pp=2, recompute=recompute, chunks=6)
+        for recompute in ("pointwise", "selective", "full")
+    ),
     *(Case("t5", pp=2, recompute=recompute, dtype="bfloat16") for recompute in ("none", "full")),
     *(Case(model, tp=2) for model in MODELS),
     *(Case(model, tp=2, sequence=True) for model in ("gpt2", "llama")),
     Case("llama", tp=2, sequence=True, recompute="selective"),
-    Case("llama", pp=2, tp=2, sequence=True, schedule="zb_h1", dtype="bfloat16", recompute="pointwise"),
+    Case(
+        "llama",
+        pp=2,
+        tp=2,
+        sequence=True,
+        schedule="zb_h1",
+        dtype="bfloat16",
+        recompute="pointwise",
+    ),
     Case("t5", dp=2, zero=3, recompute="pointwise", dropout=0.1),
     Case("llama", dp=2, pp=2, tp=2, sequence=True, dtype="bfloat16"),
     Case("gpt2", dp=2, pp=2, tp=2, zero=2),
@@ -169,11 +204,13 @@ CASES = [
 
 
 class RandomSource:
-    """Samples of the right shape, drawn anew each time. A :class:`meshwright.data.sources.Source`."""
+    """Samples of the right shape, drawn anew each time.
+    A :class:`meshwright.data.sources.Source`.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         assert config.batch.micro_batch_size is not None
-        self._inputs, self._labels = example(config, config.batch.micro_batch_size)
+        self._inputs, self._labels = example(config.data, config.batch.micro_batch_size)
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return token ids that no model takes for padding."""
@@ -189,13 +226,14 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
     config = parse(config_json)
     feed = RandomSource(config)
     with Observer() as observer:
-        parts = build(config, open_mesh(grid_of(config), "cpu"), (feed, None))
+        parts = build(config, open_mesh(grid_of(config.parallel), "cpu"), (feed, None))
         for _ in range(2):
             take_step(parts)
             for replica in parts.replicas.values():
                 replica.wait_for_weights()
         gc.collect()
-        gc.disable()  # as in the dry run: what Python's collector finds it finds at a moment of its own
+        # as in the dry run: what Python's collector finds it finds at a moment of its own
+        gc.disable()
         observer.restart()
         try:
             take_step(parts)
@@ -206,41 +244,65 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
 
 def dry_run(config: RunConfig) -> list[int]:
     """Predict the peak bytes of each pipeline rank by a dry run of its first rank."""
-    per_stage = grid_of(config).dp * grid_of(config).tp
-    return [profile_rank(config, pp_rank * per_stage).both_bytes for pp_rank in range(config.parallel.pp)]
+    per_stage = grid_of(config.parallel).dp * grid_of(config.parallel).tp
+    return [
+        profile_rank(config, pp_rank * per_stage).both_bytes
+        for pp_rank in range(config.parallel.pp)
+    ]
 
 
 def planned(config: RunConfig) -> list[int]:
-    """Predict the peak bytes of each pipeline rank as `meshwright plan` does: layer profiles along the schedule row."""
+    """Predict the peak bytes of each pipeline rank as `meshwright plan` does:
+    layer profiles along the schedule row.
+    """
     layout = ModelCache(config, ExecutionOptions(fuses_any_attention=False)).layout(config)
     found = [layout.memory(pp_rank, GLOO) for pp_rank in range(config.parallel.pp)]
     return [each.total + each.host for each in found]
 
 
 PREDICTORS: dict[str, Callable[[RunConfig], list[int]]] = {"dry run": dry_run, "planned": planned}
-"""Name -> function from a resolved configuration to the peak bytes by pipeline rank. Each adds a column."""
+"""Name -> function from a resolved configuration to the peak bytes by pipeline rank.
+Each adds a column.
+"""
 
 
 def compare(pool: RankPool, case: Case) -> dict[str, Any]:
     """Measure one case and compare it with all predictions."""
     config = case.config()
-    grid, started_s = grid_of(config), time.perf_counter()
+    grid, started_s = grid_of(config.parallel), time.perf_counter()
     measured = pool.run(measure, grid.size, config.model_dump_json(), timeout_s=TIMEOUT_S)
-    row: dict[str, Any] = {"case": str(case), "measured": measured, "measuring_s": time.perf_counter() - started_s}
+    row: dict[str, Any] = {
+        "case": str(case),
+        "measured": measured,
+        "measuring_s": time.perf_counter() - started_s,
+    }
     for name, predict in PREDICTORS.items():
         started_s = time.perf_counter()
         predicted = predict(config)
-        off = [predicted[grid.coordinates(rank).pp_rank] / number - 1 for rank, number in enumerate(measured)]
-        row[name] = {"predicted": predicted, "off": max(off, key=abs), "seconds": time.perf_counter() - started_s}
+        off = [
+            predicted[grid.coordinates(rank).pp_rank] / number - 1
+            for rank, number in enumerate(measured)
+        ]
+        row[name] = {
+            "predicted": predicted,
+            "off": max(off, key=abs),
+            "seconds": time.perf_counter() - started_s,
+        }
     return row
 
 
 def main() -> int:
     """Run the cases, print and write the report; return 1 if a prediction misses its bar."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose text holds this")
     parser.add_argument("--limit", type=int, default=len(CASES), help="at most so many cases")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-memory-accuracy.json)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file (default benchmarks/results/<date>-memory-accuracy.json)",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     meshwright.tensor_parallel.megatron.load_mappings(
@@ -248,7 +310,9 @@ def main() -> int:
     )  # its import takes seconds: once, before the fork
     console = Console(width=150)
     report: dict[str, Any] = {
-        "environment": environment(shlex.join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])),
+        "environment": environment(
+            shlex.join(["python", "benchmarks/memory_accuracy.py", *sys.argv[1:]])
+        ),
         "bars": {"mean": MOST_MEAN, "worst": MOST_WORST},
         "rows": [],
     }
@@ -257,16 +321,22 @@ def main() -> int:
             row = compare(pool, case)
             report["rows"].append(row)
             shown = "  ".join(f"{name} {row[name]['off']:+.3%}" for name in PREDICTORS)
-            console.print(f"{row['case']:70s} {max(row['measured']):>12,} bytes  {shown}", highlight=False)
+            console.print(
+                f"{row['case']:70s} {max(row['measured']):>12,} bytes  {shown}", highlight=False
+            )
     problems = []
-    table = Table("predictor", "cases", "ranks", "mean difference", "largest", "where", "within 1 %")
+    table = Table(
+        "predictor", "cases", "ranks", "mean difference", "largest", "where", "within 1 %"
+    )
     for name in PREDICTORS:
         off = {row["case"]: abs(row[name]["off"]) for row in report["rows"]}
         mean, worst = statistics.fmean(off.values()), max(off, key=off.__getitem__)
         report[name] = {"cases": len(off), "mean": mean, "largest": off[worst], "largest_in": worst}
         ranks = sum(len(row["measured"]) for row in report["rows"])
         within = sum(each <= 0.01 for each in off.values())
-        table.add_row(name, str(len(off)), str(ranks), f"{mean:.3%}", f"{off[worst]:.3%}", worst, str(within))
+        table.add_row(
+            name, str(len(off)), str(ranks), f"{mean:.3%}", f"{off[worst]:.3%}", worst, str(within)
+        )
         if mean > MOST_MEAN or off[worst] > MOST_WORST:
             problems.append(f"{name}: {mean:.2%} in the mean, {off[worst]:.2%} in {worst}")
     console.print(table)

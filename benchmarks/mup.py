@@ -1,11 +1,13 @@
-"""muP measured: the coordinate check of Tensor Programs V (appendix D.1), and the best learning rate by width.
+"""muP measured: the coordinate check of Tensor Programs V (appendix D.1),
+and the best learning rate by width.
 
     python benchmarks/mup.py coordinates [--model llama] [--widths 64 128 256 512]
     python benchmarks/mup.py rates [--steps 200]
 
-Both train the included models in plain torch with ``torch.optim.AdamW``, with and without ``mup_base_size``, the base
-width being the smallest. Head size and depth stay, heads and ffn_size grow with the width. The data are sequences in
-which each token follows from the two before it, by a fixed random table, in 9 of 10 cases.
+Both train the included models in plain torch with ``torch.optim.AdamW``, with and without
+``mup_base_size``, the base width being the smallest. Head size and depth stay, heads and ffn_size
+grow with the width. The data are sequences in which each token follows from the two before it, by a
+fixed random table, in 9 of 10 cases.
 
 coordinates   root mean square of the change of each layer's output on a fixed batch after a few steps
 rates         loss after the last step, a mean over the last ten, at learning rates 2^-13 .. 2^-5
@@ -33,16 +35,25 @@ WIDTHS, SEEDS, STEPS, EPS = (64, 128, 256, 512), 2, 3, 1e-8
 FORMS = {
     "gpt2": partial(gpt2.build, max_sequence_length=64, dropout=0.0),
     "llama": llama.build,
-    "decoder": partial(decoder.build, norm="layer_norm", mlp="gelu", qkv_bias=True, parallel_residual=True),
+    "decoder": partial(
+        decoder.build, norm="layer_norm", mlp="gelu", qkv_bias=True, parallel_residual=True
+    ),
 }
 
 
 def model_of(form: str, width: int, **options: Any) -> nn.Sequential:
     """Build a model of this width, from torch's generator."""
     heads = width // HEAD_DIM
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": width, "num_layers": LAYERS, "num_heads": heads}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "num_layers": LAYERS,
+        "num_heads": heads,
+    }
     kv_heads = {} if form == "gpt2" else {"num_kv_heads": heads // 2}
-    built: nn.Sequential = FORMS[form](**sizes, ffn_size=2 * width, tied=False, **kv_heads, **options)
+    built: nn.Sequential = FORMS[form](
+        **sizes, ffn_size=2 * width, tied=False, **kv_heads, **options
+    )
     return built
 
 
@@ -51,15 +62,24 @@ def optimizer_of(model: nn.Sequential, rate: float) -> torch.optim.Optimizer:
     groups = []
     for name, parameter in model.named_parameters():
         declared = getattr(model, "parameter_groups", [])
-        own = next((g for g in declared if any(fnmatchcase(name, pattern) for pattern in g["names"])), {})
-        settings = {"lr": rate * own.get("learning_rate_factor", 1.0), "eps": EPS * own.get("eps_factor", 1.0)}
-        groups.append({"params": [parameter], "weight_decay": 0.1 * (parameter.dim() > 1), **settings})
+        own = next(
+            (g for g in declared if any(fnmatchcase(name, pattern) for pattern in g["names"])), {}
+        )
+        settings = {
+            "lr": rate * own.get("learning_rate_factor", 1.0),
+            "eps": EPS * own.get("eps_factor", 1.0),
+        }
+        groups.append(
+            {"params": [parameter], "weight_decay": 0.1 * (parameter.dim() > 1), **settings}
+        )
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
 def samples(num: int, length: int, seed: int) -> Iterator[Tensor]:
     """Yield batches of token ids (num, length + 1)."""
-    table = torch.randint(VOCABULARY, (VOCABULARY, VOCABULARY), generator=torch.Generator().manual_seed(0))
+    table = torch.randint(
+        VOCABULARY, (VOCABULARY, VOCABULARY), generator=torch.Generator().manual_seed(0)
+    )
     draw = torch.Generator().manual_seed(seed)
     while True:
         ids = torch.randint(VOCABULARY, (num, length + 1), generator=draw)
@@ -81,7 +101,9 @@ def step(model: nn.Sequential, optimizer: torch.optim.Optimizer, ids: Tensor) ->
 
 @torch.no_grad()
 def outputs(model: nn.Sequential, ids: Tensor) -> dict[str, Tensor]:
-    """Return the output of every layer by name; that of the last norm without the factor of the logits."""
+    """Return the output of every layer by name;
+    that of the last norm without the factor of the logits.
+    """
     found, x = {}, ids
     for name, layer in model.named_children():
         x = layer(x)
@@ -89,8 +111,12 @@ def outputs(model: nn.Sequential, ids: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def changes(form: str, width: int, rate: float = 0.01, seeds: int = SEEDS, **options: Any) -> dict[str, float]:
-    """Return layer -> root mean square of its output's change by :data:`STEPS` steps, a mean over ``seeds``."""
+def changes(
+    form: str, width: int, rate: float = 0.01, seeds: int = SEEDS, **options: Any
+) -> dict[str, float]:
+    """Return layer -> root mean square of its output's change by :data:`STEPS` steps,
+    a mean over ``seeds``.
+    """
     found: dict[str, float] = {}
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -101,7 +127,9 @@ def changes(form: str, width: int, rate: float = 0.01, seeds: int = SEEDS, **opt
         for _ in range(STEPS):
             step(model, optimizer, next(data))
         for name, after in outputs(model, fixed).items():
-            found[name] = found.get(name, 0.0) + (after - before[name]).square().mean().sqrt().item() / seeds
+            found[name] = (
+                found.get(name, 0.0) + (after - before[name]).square().mean().sqrt().item() / seeds
+            )
     return found
 
 
@@ -115,7 +143,9 @@ def growth(measured: Sequence[float], widths: Sequence[int]) -> float:
 
 
 def final_loss(width: int, rate: float, steps: int, **options: Any) -> float:
-    """Return the loss of a Llama after training, a mean over the last ten steps; inf where it is NaN."""
+    """Return the loss of a Llama after training, a mean over the last ten steps;
+    inf where it is NaN.
+    """
     torch.manual_seed(0)
     model = model_of("llama", width, **options)
     optimizer, data, losses = optimizer_of(model, rate), samples(16, 32, 1), []
@@ -133,11 +163,17 @@ def show_coordinates(form: str, widths: Sequence[int]) -> dict[str, Any]:
     for title, options in (("without muP", {}), ("muP", {"mup_base_size": min(widths)})):
         rows = [changes(form, width, **options) for width in widths]
         print(
-            f"{form}, {title}: change by {STEPS} steps\n{'layer':12}" + "".join(f"{w:>9}" for w in widths) + "   width^"
+            f"{form}, {title}: change by {STEPS} steps\n{'layer':12}"
+            + "".join(f"{w:>9}" for w in widths)
+            + "   width^"
         )
         for name in rows[0]:
             measured = [row[name] for row in rows]
-            print(f"{name:12}" + "".join(f"{value:9.4f}" for value in measured) + f"{growth(measured, widths):9.2f}")
+            print(
+                f"{name:12}"
+                + "".join(f"{value:9.4f}" for value in measured)
+                + f"{growth(measured, widths):9.2f}"
+            )
         figures[title] = dict(zip(map(str, widths), rows, strict=True))
     return figures
 
@@ -153,14 +189,18 @@ def show_rates(widths: Sequence[int], steps: int) -> dict[str, Any]:
         for width in widths:
             row = [final_loss(width, 2.0**e, steps, **options) for e in exponents]
             best = exponents[row.index(min(row))]
-            print(f"{width:6}" + "".join(f"{loss:8.3f}" for loss in row) + f"   2^{best}", flush=True)
+            print(
+                f"{width:6}" + "".join(f"{loss:8.3f}" for loss in row) + f"   2^{best}", flush=True
+            )
             figures[f"{title}, {width}"] = dict(zip(map(str, exponents), row, strict=True))
     return figures
 
 
 def main() -> None:
     """Run one of the two measurements."""
-    parser = argparse.ArgumentParser(description="Measure muP: coordinate check, or the best learning rate by width.")
+    parser = argparse.ArgumentParser(
+        description="Measure muP: coordinate check, or the best learning rate by width."
+    )
     parser.add_argument("what", choices=("coordinates", "rates"))
     parser.add_argument("--model", choices=FORMS, default="llama")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)

@@ -1,8 +1,10 @@
-"""Model with the operations of GPT-NeoX when Pythia was trained, copies included, for the planner to profile.
+"""Model with the operations of GPT-NeoX when Pythia was trained, copies included,
+for the planner to profile.
 
-Black et al. 2022 (arXiv:2204.06745), Biderman et al. 2023; operations in the order of EleutherAI/gpt-neox at 8dc25da
-(January 2023), ``megatron/model/transformer.py``: activations (S, B, D), rotary on a quarter of each head, queries,
-keys and values packed for FlashAttention 1, both branches on the same input, the loss in place over float32 logits.
+Black et al. 2022 (arXiv:2204.06745), Biderman et al. 2023; operations in the order of
+EleutherAI/gpt-neox at 8dc25da (January 2023), ``megatron/model/transformer.py``: activations (S, B,
+D), rotary on a quarter of each head, queries, keys and values packed for FlashAttention 1, both
+branches on the same input, the loss in place over float32 logits.
 """
 
 from __future__ import annotations
@@ -59,10 +61,15 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(length, batch, -1, 3 * self.head_dim)
         q, k, v = heads.split(self.head_dim, dim=-1)  # (S, B, H, d)
         q, k = self.turned(q), self.turned(k)
-        q, k, v = (each.transpose(0, 1).reshape(batch * length, 1, -1, self.head_dim) for each in (q, k, v))
-        with torch.no_grad():  # packed for the kernel; its gradient comes packed too, and is split without a copy
+        q, k, v = (
+            each.transpose(0, 1).reshape(batch * length, 1, -1, self.head_dim) for each in (q, k, v)
+        )
+        # packed for the kernel; its gradient comes packed too, and is split without a copy
+        with torch.no_grad():
             torch.cat((q, k, v), dim=1)
-        q, k, v = (each.view(batch, length, -1, self.head_dim).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (
+            each.view(batch, length, -1, self.head_dim).transpose(1, 2) for each in (q, k, v)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, S, d)
         return self.out(mixed.permute(2, 0, 1, 3).contiguous().flatten(2))
 
@@ -70,7 +77,9 @@ class Attention(nn.Module):
         """Rotate the first dims of each head by their positions' angles; x: (S, B, H, d)."""
         turns = int(self.head_dim * ROTARY_SHARE)
         rates = 10_000 ** (-torch.arange(0, turns, 2, device=x.device, dtype=torch.float32) / turns)
-        angles = torch.arange(len(x), device=x.device)[:, None, None, None] * torch.cat((rates, rates))
+        angles = torch.arange(len(x), device=x.device)[:, None, None, None] * torch.cat(
+            (rates, rates)
+        )
         turning, passing = x[..., :turns], x[..., turns:]
         first, second = turning.chunk(2, dim=-1)
         crossed = torch.cat((-second, first), dim=-1)
@@ -91,7 +100,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Parallel block x + attention(norm(x)) + mlp(norm(x)) with two norms, (S, B, D) -> (S, B, D)."""
+    """Parallel block x + attention(norm(x)) + mlp(norm(x)) with two norms, (S, B, D) -> (S, B,
+    D).
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, ffn_size: int) -> None:
         super().__init__()
@@ -101,12 +112,15 @@ class Block(nn.Module):
         self.mlp = Mlp(hidden_size, ffn_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        attended = F.dropout(self.attention(self.attention_norm(x)), 0.0)  # a kernel of its own, with the bias
+        # a kernel of its own, with the bias
+        attended = F.dropout(self.attention(self.attention_norm(x)), 0.0)
         return x + (self.mlp(self.mlp_norm(x)) + attended)
 
 
 class _LossInPlace(torch.autograd.Function):
-    """Loss of float32 logits (N, V) -> (N,), in place: logits become probabilities, and then their own gradient."""
+    """Loss of float32 logits (N, V) -> (N,), in place: logits become probabilities,
+    and then their own gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -134,9 +148,15 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build(
-    vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, own_loss: bool = True
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    ffn_size: int,
+    own_loss: bool = True,
 ) -> nn.Sequential:
-    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B,
+    S, V).
 
     ``own_loss``: use GPT-NeoX's loss; otherwise this framework's, which tp ranks share.
     """

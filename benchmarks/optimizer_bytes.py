@@ -1,9 +1,10 @@
-"""Optimizer state and messages of a step, counted by dry runs of all ranks, beside the formulas of the docs.
+"""Optimizer state and messages of a step, counted by dry runs of all ranks,
+beside the formulas of the docs.
 
     python benchmarks/optimizer_bytes.py
 
-A Llama of P parameters in float32 on dp 4, ZeRO-1. Formulas, in bytes on a rank, with M elements in matrices that Muon
-steps, R = P - M others, and n = 4 replicas::
+A Llama of P parameters in float32 on dp 4, ZeRO-1. Formulas, in bytes on a rank, with M elements in
+matrices that Muon steps, R = P - M others, and n = 4 replicas::
 
     adamw, schedule_free_adamw    states 8 P/n             wire 2 x 4 P (n-1)/n, gradients and weights
     lion                          states 4 P/n             wire the same
@@ -25,14 +26,24 @@ from meshwright_plan.dryrun.fake_step import profile_rank
 from meshwright_plan.dryrun.rank_profile import Category
 
 DP, STEP_NUMBERS = 4, 8
-OPTIONS = {"vocab_size": 512, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "ffn_size": 256}
+OPTIONS = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_layers": 2,
+    "ffn_size": 256,
+}
 OPTIMIZERS = ("adamw", "schedule_free_adamw", "lion", "muon", "adafactor")
 
 
 def config_of(name: str) -> RunConfig:
     """Return the job with this optimizer."""
     tree = {
-        "model": {"builder": "meshwright_models.llama:build", "options": OPTIONS | {"max_sequence_length": 64}},
+        "model": {
+            "builder": "meshwright_models.llama:build",
+            "options": OPTIONS | {"max_sequence_length": 64},
+        },
         "data": {"train": "in memory", "sequence_length": 64},
         "batch": {"micro_batch_size": 1, "chunks": 1},
         "parallel": {"dp": DP, "pp": 1, "tp": 1, "zero": 1},
@@ -46,7 +57,10 @@ def formulas(config: RunConfig) -> tuple[float, float]:
     """Return the bytes of the states and of the messages among the replicas, on a rank."""
     model, name = configured_model(config), config.optimizer.name
     sizes = {key: tuple(parameter.shape) for key, parameter in model.layers.named_parameters()}
-    total, matrices = sum(map(prod, sizes.values())), sum(prod(sizes[key]) for key in model.matrices)
+    total, matrices = (
+        sum(map(prod, sizes.values())),
+        sum(prod(sizes[key]) for key in model.matrices),
+    )
     share, wire = (DP - 1) / DP, 2 * (4 * total + 8 * STEP_NUMBERS) * (DP - 1) / DP
     if name == "muon":
         return (4 * matrices + 8 * (total - matrices)) / DP, wire + 2 * 4 * matrices / DP * share
@@ -57,15 +71,23 @@ def formulas(config: RunConfig) -> tuple[float, float]:
 
 
 def main() -> None:
-    print("| optimizer | states: dry run | formula | messages: dry run | formula |\n|---|---|---|---|---|")
+    print(
+        "| optimizer | states: dry run | formula | messages: dry run | formula"
+        " |\n|---|---|---|---|---|"
+    )
     for name in OPTIMIZERS:
         config = config_of(name)
         profiles = [profile_rank(config, rank) for rank in range(DP)]
         states = sum(profile.held.get(Category.OPTIMIZER, 0) for profile in profiles) / DP
-        sent = sum(each.call.wire_bytes for profile in profiles for each in profile.communication) / DP
+        sent = (
+            sum(each.call.wire_bytes for profile in profiles for each in profile.communication) / DP
+        )
         expected_states, expected_sent = formulas(config)
         cell = f"{states:,.0f}" if states else "counted as `rest`"
-        print(f"| `{name}` | {cell} | {expected_states:,.0f} | {sent:,.0f} | {expected_sent:,.0f} |", flush=True)
+        print(
+            f"| `{name}` | {cell} | {expected_states:,.0f} | {sent:,.0f} | {expected_sent:,.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

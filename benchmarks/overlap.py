@@ -1,11 +1,13 @@
-"""Simulated step of DeepSeek-V3 by schedule: exposed all-to-alls of experts, and those that paired actions hide.
+"""Simulated step of DeepSeek-V3 by schedule: exposed all-to-alls of experts,
+and those that paired actions hide.
 
     python benchmarks/overlap.py [--chunks 120]
     python benchmarks/overlap.py --picture docs/dualpipe.png     zb_v and dualpipe_v on 4 ranks instead
 
-The layout of the paper (arXiv:2412.19437, section 3.1): 2,048 GPUs, 16 pipeline ranks, 64-way expert parallelism over 8
-nodes, ZeRO-1, no tensor parallelism; here on H100 with 400 Gbit/s a GPU, in bfloat16, without recompute. Each row of a
-token travels on its own: the paper sends one copy to a node and forwards it there, in 8 bits. Two minutes of a core.
+The layout of the paper (arXiv:2412.19437, section 3.1): 2,048 GPUs, 16 pipeline ranks, 64-way
+expert parallelism over 8 nodes, ZeRO-1, no tensor parallelism; here on H100 with 400 Gbit/s a GPU,
+in bfloat16, without recompute. Each row of a token travels on its own: the paper sends one copy to
+a node and forwards it there, in 8 bits. Two minutes of a core.
 """
 
 from __future__ import annotations
@@ -38,13 +40,20 @@ OF_PICTURE = Costs(f=1.6, b=2.6, i=1.6, w=1, exchanges=4, exchange_f=0.6, exchan
 def draw(path: Path) -> None:
     """Draw a step of both schedules that place stages in a V."""
     built = (lower(build(name, 4, 10, 2)) for name in ("zb_v", "dualpipe_v"))
-    save(figure([Panel(simulate(each, OF_PICTURE)._replace(name=name_of(each))) for each in built]), path)
+    save(
+        figure([Panel(simulate(each, OF_PICTURE)._replace(name=name_of(each))) for each in built]),
+        path,
+    )
 
 
 def main() -> None:
     """Print a row for each schedule."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=120, help="micro-batches of a step (default: the paper's 120)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=120, help="micro-batches of a step (default: the paper's 120)"
+    )
     parser.add_argument("--picture", type=Path, help="file to draw")
     arguments = parser.parse_args()
     if arguments.picture is not None:
@@ -56,15 +65,22 @@ def main() -> None:
         parallel={"ep": 64, "ep_across_nodes": True, "zero": 1},
         pipeline={"recompute": "none"},
     )
-    print("| schedule | step | exchanges that it waits for | hidden | bubble and messages between stages | MFU |")
+    print(
+        "| schedule | step | exchanges that it waits for | hidden | bubble and messages between"
+        " stages | MFU |"
+    )
     print("|---|---|---|---|---|---|")
     for schedule in SCHEDULES:
         interleave = 1 if schedule == "1f1b" else 2
-        config = resolve(base.replace(pipeline={"schedule": schedule, "interleave": interleave}), 2048)
-        cache = ModelCache(config, execution_options(config, hardware))
+        config = resolve(
+            base.replace(pipeline={"schedule": schedule, "interleave": interleave}), 2048
+        )
+        cache = ModelCache(config, execution_options(config.train, hardware))
         found = evaluate(cache, hardware, config, choice_of(config))
         waits, idle = (parts(found)[name] for name in COLUMNS)
-        seconds = f"{found.time.total:.1f} s | {waits:.1f} s | {found.time.hidden:.1f} s | {idle:.1f} s"
+        seconds = (
+            f"{found.time.total:.1f} s | {waits:.1f} s | {found.time.hidden:.1f} s | {idle:.1f} s"
+        )
         print(f"| `{schedule}` | {seconds} | {found.mfu:.1%} |", flush=True)
 
 

@@ -1,4 +1,5 @@
-"""Three plans of docs/plan.md, and the step time each would gain if more messages overlapped with matrix products.
+"""Three plans of docs/plan.md, and the step time each would gain if more messages overlapped
+with matrix products.
 
     python benchmarks/overlap_gain.py [--only 8B]
 
@@ -49,7 +50,14 @@ LLAMA2_13B = (
 CASES = (
     Case("8B, 4 x 8 H100", "configs/llama3-8b.toml", "h100", 4, 512),
     Case("70B, 16 x 8 H100", "configs/llama3-70b.toml", "h100", 16, 512),
-    Case("13B, 8 x 8 A100 of 40 GB, 50 Gbit/s each", "configs/llama3-8b.toml", "a100-40gb-p4d", 8, 1024, LLAMA2_13B),
+    Case(
+        "13B, 8 x 8 A100 of 40 GB, 50 Gbit/s each",
+        "configs/llama3-8b.toml",
+        "a100-40gb-p4d",
+        8,
+        1024,
+        LLAMA2_13B,
+    ),
 )
 
 
@@ -61,21 +69,39 @@ def main() -> int:
     console = Console(width=160)
     for case in (each for each in CASES if each.name.startswith(options.only)):
         hardware = read_hardware(case.cluster)
-        config = load(case.config, [*case.overrides, *FREE_BATCH, f"--batch.global_batch={case.global_batch}"])
+        config = load(
+            case.config, [*case.overrides, *FREE_BATCH, f"--batch.global_batch={case.global_batch}"]
+        )
         config = remove_layout(config, case.nodes * hardware.devices_per_node, case.global_batch)
-        cache = ModelCache(config, execution_options(config, hardware))
+        cache = ModelCache(config, execution_options(config.train, hardware))
         plan = search_with_offload(cache, hardware, case.nodes, 10, settles=True)
         own = PerformanceModel.of(hardware)
         overlapped = own._replace(traits=own.traits._replace(overlaps_tp=True))
         table = Table(
-            "layout", "step s", "computation", "tp messages", "gradients", "bubble", "with tp overlap", "gain"
+            "layout",
+            "step s",
+            "computation",
+            "tp messages",
+            "gradients",
+            "bubble",
+            "with tp overlap",
+            "gain",
         )
         for each in plan.best[:5]:
             found, beside = parts(each), step_time(each.layout, overlapped).total
-            shown = ("computation", "tensor-parallel messages", "gradient reduction and weight all-gathers")
-            shares = [f"{found[name] / each.time.total:.1%}" for name in (*shown, "bubble and messages between stages")]
+            shown = (
+                "computation",
+                "tensor-parallel messages",
+                "gradient reduction and weight all-gathers",
+            )
+            shares = [
+                f"{found[name] / each.time.total:.1%}"
+                for name in (*shown, "bubble and messages between stages")
+            ]
             gain = f"{1 - beside / each.time.total:.1%}"
-            table.add_row(str(each.choice), f"{each.time.total:.3f}", *shares, f"{beside:.3f}", gain)
+            table.add_row(
+                str(each.choice), f"{each.time.total:.3f}", *shares, f"{beside:.3f}", gain
+            )
         console.print(case.name)
         console.print(table)
     return 0

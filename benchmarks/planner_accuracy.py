@@ -6,10 +6,11 @@
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
     python benchmarks/planner_accuracy.py --never-fitted        the sources that are in no fit
 
-The constants (:class:`meshwright_plan.planner.rates.RateFractions`) are one set for all devices, models and
-frameworks. Each source is predicted with the constants that fit all *other* sources best: no row influences its own
-prediction. Sources that leave out what matters (micro-batch, device, recompute) are listed apart and excluded from
-every fit. The sources of ``NEVER_FITTED`` are in no fit, and are shown on request alone: at the end of a change.
+The constants (:class:`meshwright_plan.planner.rates.RateFractions`) are one set for all devices,
+models and frameworks. Each source is predicted with the constants that fit all *other* sources
+best: no row influences its own prediction. Sources that leave out what matters (micro-batch,
+device, recompute) are listed apart and excluded from every fit. The sources of ``NEVER_FITTED`` are
+in no fit, and are shown on request alone: at the end of a change.
 """
 
 from __future__ import annotations
@@ -52,19 +53,25 @@ FITTED = {
     "hidden": (0.4, 1.0),
     "waits": (1e-4, 0.05),
 }
-"""Constant -> physical range. The fit starts at ``START`` and is pulled to it, as if each were known to 30 %."""
+"""Constant -> physical range. The fit starts at ``START`` and is pulled to it,
+as if each were known to 30 %.
+"""
 START = RateFractions(
     product=0.92, short_k=250.0, tiling=0.5, memory=0.8, attention=1.0, attention_backward=0.8, last_wave=0.5,
     node_link=0.75, cluster_link=0.75, operation_s=4e-6, hidden=0.8, waits=0.005,
 )  # fmt: skip
 PULL = 0.3
 NEVER_FITTED = ("fms", "mlm", "pythia")
-"""Sources excluded from every fit: torch FSDP compiled, Transformer Engine on Hopper, GPT-NeoX in eager torch."""
+"""Sources excluded from every fit: torch FSDP compiled, Transformer Engine on Hopper,
+GPT-NeoX in eager torch.
+"""
 BARS = {
     "korthikanti22": (0.0365, 0.0887, None),
     "simumax": (0.0526, 0.114, 0.02),
 }
-"""Source -> largest mean and maximum error of time, largest mean error of memory. All others: ``BAR`` on the mean."""
+"""Source -> largest mean and maximum error of time, largest mean error of memory. All others:
+``BAR`` on the mean.
+"""
 BAR = 0.10
 
 
@@ -114,7 +121,9 @@ class Scored(NamedTuple):
 
 
 def draw(runs: Path, wanted: Callable[[str], bool]) -> tuple[list[Drawn], list[str]]:
-    """Read the rows whose names are ``wanted``, and profile their models; return them and the rows left out."""
+    """Read the rows whose names are ``wanted``, and profile their models;
+    return them and the rows left out.
+    """
     bench, found = Bench(), []
     rows, left_out = read(runs)
     for row in rows:
@@ -139,7 +148,9 @@ def paper(drawn: Drawn) -> str:
 
 
 class Fit:
-    """Least-squares fit of log step times. Each source has the weight of the root of its number of rows."""
+    """Least-squares fit of log step times.
+    Each source has the weight of the root of its number of rows.
+    """
 
     def __init__(self, rows: Sequence[Drawn]) -> None:
         usable = [row for row in rows if row.case.whole and row.case.row.step_s is not None]
@@ -177,7 +188,9 @@ class Fit:
         return np.stack(columns, axis=1)
 
     def step(self, point: Any, errors: Any, slopes: Any, without: str) -> Any:
-        """Take one Gauss-Newton step; outliers count less (Huber, from 15 %), constants are pulled to the start."""
+        """Take one Gauss-Newton step; outliers count less (Huber, from 15 %),
+        constants are pulled to the start.
+        """
         kept = np.array([paper != without for paper in self.papers])
         numbers = {name: self.papers.count(name) for name in set(self.papers)}
         weights = np.array([1 / math.sqrt(numbers[name]) for name in self.papers]) * kept
@@ -191,7 +204,11 @@ class Fit:
             moved = point.copy()
             moved[free] += np.clip(np.linalg.solve(left, right), -0.5, 0.5)
             out = (moved < self.bounds[:, 0] - 1e-12) | (moved > self.bounds[:, 1] + 1e-12)
-            stuck = out & ((point <= self.bounds[:, 0] + 1e-9) | (point >= self.bounds[:, 1] - 1e-9)) & free
+            stuck = (
+                out
+                & ((point <= self.bounds[:, 0] + 1e-9) | (point >= self.bounds[:, 1] - 1e-9))
+                & free
+            )
             moved = np.clip(moved, self.bounds[:, 0], self.bounds[:, 1])
             if not stuck.any():
                 return moved
@@ -199,7 +216,9 @@ class Fit:
         return point
 
     def all(self, rounds: int = 5) -> dict[str, RateFractions]:
-        """Fit on all rows (under the name ""), and without the rows of each paper (under its name)."""
+        """Fit on all rows (under the name ""),
+        and without the rows of each paper (under its name).
+        """
         point = self.start.copy()
         for _ in range(rounds):
             errors = self.errors(point)
@@ -245,7 +264,9 @@ def predict(row: Drawn, fractions: RateFractions) -> Scored:
 
 
 def show_axis(scored: Sequence[Scored], console: Console, axis: str) -> list[dict[str, Any]]:
-    """Print the errors of the rows with ``axis`` ("cp", "ep") by source; the table of all rows contains them too."""
+    """Print the errors of the rows with ``axis`` ("cp", "ep") by source;
+    the table of all rows contains them too.
+    """
     groups: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for one in scored:
         if getattr(one, axis) > 1 and one.step_s is not None:
@@ -255,7 +276,14 @@ def show_axis(scored: Sequence[Scored], console: Console, axis: str) -> list[dic
         mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
         worst = max(map(abs, errors))
         lines.append(
-            {"source": source, "guessed": guessed, "rows": len(errors), "mean": mean, "max": worst, "bias": bias}
+            {
+                "source": source,
+                "guessed": guessed,
+                "rows": len(errors),
+                "mean": mean,
+                "max": worst,
+                "bias": bias,
+            }
         )
         name = source + (" (guessed)" if guessed else "")
         table.add_row(name, str(len(errors)), f"{mean:.2%}", f"{worst:.2%}", f"{bias:+.2%}")
@@ -270,7 +298,17 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
     for one in scored:
         groups[not one.whole, one.source].append(one)
     table = Table(
-        "source", "rows", "mean", "max", "bias", "bar", "memory: rows", "mean", "max", "ran: fit", "OOM: said"
+        "source",
+        "rows",
+        "mean",
+        "max",
+        "bias",
+        "bar",
+        "memory: rows",
+        "mean",
+        "max",
+        "ran: fit",
+        "OOM: said",
     )
     for column in table.columns[1:]:
         column.justify = "right"
@@ -319,14 +357,38 @@ def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict
     for one in scored:
         if one.whole and one.ran is not one.fits:
             said = "fits" if one.fits else "does not fit"
-            console.print(f"{one.id}: {one.predicted_gib:.1f} GiB of {one.room_gib:.1f} {said}, and it did not go so")
+            console.print(
+                f"{one.id}: {one.predicted_gib:.1f} GiB of {one.room_gib:.1f} {said}, and it did"
+                " not go so"
+            )
     timed = [one for one in scored if one.step_s is not None]
     listed = timed if each else sorted(timed, key=lambda one: -abs(one.error))[:20]
-    table = Table("row" if each else "worst rows", "published s", "predicted s", "error", "of it", "GiB", "predicted")
+    table = Table(
+        "row" if each else "worst rows",
+        "published s",
+        "predicted s",
+        "error",
+        "of it",
+        "GiB",
+        "predicted",
+    )
     for one in listed:
-        parts = " ".join(f"{name} {share:.0%}" for name, share in one.shares.items() if share > 0.02)
-        memory_gib = ("", "") if one.memory_gib is None else (f"{one.memory_gib:.1f}", f"{one.predicted_gib:.1f}")
-        table.add_row(one.id, f"{one.step_s:.4g}", f"{one.predicted_s:.4g}", f"{one.error:+.1%}", parts, *memory_gib)
+        parts = " ".join(
+            f"{name} {share:.0%}" for name, share in one.shares.items() if share > 0.02
+        )
+        memory_gib = (
+            ("", "")
+            if one.memory_gib is None
+            else (f"{one.memory_gib:.1f}", f"{one.predicted_gib:.1f}")
+        )
+        table.add_row(
+            one.id,
+            f"{one.step_s:.4g}",
+            f"{one.predicted_s:.4g}",
+            f"{one.error:+.1%}",
+            parts,
+            *memory_gib,
+        )
     console.print(table)
     return lines
 
@@ -340,9 +402,13 @@ def stored() -> dict[str, RateFractions]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="PREFIX", help="rows whose names begin so")
-    parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE", help="default: published_runs.csv")
+    parser.add_argument(
+        "--runs", type=Path, default=DATA, metavar="FILE", help="default: published_runs.csv"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and store them")
-    parser.add_argument("--never-fitted", action="store_true", help=f"of the sources {', '.join(NEVER_FITTED)}")
+    parser.add_argument(
+        "--never-fitted", action="store_true", help=f"of the sources {', '.join(NEVER_FITTED)}"
+    )
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     console = Console(width=160)
@@ -351,30 +417,41 @@ def main() -> int:
     def is_wanted(name: str) -> bool:
         if options.runs != DATA:
             return name.startswith(options.only)
-        return is_never_fitted(name) == options.never_fitted and name.startswith("" if options.fit else options.only)
+        return is_never_fitted(name) == options.never_fitted and name.startswith(
+            "" if options.fit else options.only
+        )
 
     rows, left_out = draw(options.runs, is_wanted)
-    console.print(f"{len(rows)} rows drawn in {time.monotonic() - begin:.0f} s, {len(left_out)} left out")
+    console.print(
+        f"{len(rows)} rows drawn in {time.monotonic() - begin:.0f} s, {len(left_out)} left out"
+    )
     for line in left_out if options.runs != DATA else ():
         console.print(f"left out: {line}", markup=False, highlight=False)
     if not rows:
         return 2
     if options.fit:
         found = Fit(rows).all()
-        text = {name: {key: float(f"{value:.4g}") for key, value in r._asdict().items()} for name, r in found.items()}
+        text = {
+            name: {key: float(f"{value:.4g}") for key, value in r._asdict().items()}
+            for name, r in found.items()
+        }
         CONSTANTS.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     sets = stored()
     rows = [row for row in rows if row.case.row.id.startswith(options.only)]
     scored = [predict(row, sets.get(paper(row), sets[""])) for row in rows]
     lines = show(scored, console, each=bool(options.only))
     context, experts = (show_axis(scored, console, axis) for axis in ("cp", "ep"))
-    rankings = rank([(row.case.row, one.predicted_s) for row, one in zip(rows, scored, strict=True)])
+    rankings = rank(
+        [(row.case.row, one.predicted_s) for row, one in zip(rows, scored, strict=True)]
+    )
     if rankings:
         console.print(table(rankings))
         console.print(lead_table(rankings))
     missed = [line["source"] for line in lines if not line["met"] and not line["guessed"]]
     report = {
-        "environment": environment("python benchmarks/planner_accuracy.py " + " ".join(sys.argv[1:])),
+        "environment": environment(
+            "python benchmarks/planner_accuracy.py " + " ".join(sys.argv[1:])
+        ),
         "constants": {name: values._asdict() for name, values in sets.items()},
         "sources": lines,
         "context": context,

@@ -1,4 +1,5 @@
-"""Check of the time model on this machine: rates are measured first, then a dozen layouts predicted and run.
+"""Check of the time model on this machine: rates are measured first,
+then a dozen layouts predicted and run.
 
     python benchmarks/planner_on_cpu.py [--steps 4] [--repeats 3] [--out FILE]
 
@@ -6,9 +7,9 @@
     predict     the step of each layout, from the rates alone
     measure     the fastest step of each, layouts in turns
 
-The fastest, because other work on the machine only slows a step. Printed are each ratio and Spearman's rank correlation
-between the predicted and the measured order. Exit code 1: it is under 0.9. Ranks share the cores of the machine: ranks
-that run at once slow each other down by as much.
+The fastest, because other work on the machine only slows a step. Printed are each ratio and
+Spearman's rank correlation between the predicted and the measured order. Exit code 1: it is under
+0.9. Ranks share the cores of the machine: ranks that run at once slow each other down by as much.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright_launch.pool import RankPool
-from meshwright_plan.commands.calibration import measure_all_links, measure_block_share, measure_core
+from meshwright_plan.commands.calibration import (
+    measure_all_links,
+    measure_block_share,
+    measure_core,
+)
 from meshwright_plan.planner.calibrate import build_hardware, cores
 from meshwright_plan.planner.choice import choice_of
 from meshwright_plan.planner.hardware import Hardware
@@ -75,20 +80,29 @@ def config_of(layout: dict[str, Any]) -> RunConfig:
     """Return the task of all benchmarks with the same samples in each step, in this layout."""
     dp, micro = layout.get("dp", 1), layout.get("micro", 4)
     config = run_config(dp, layout.get("pp", 1), layout.get("tp", 1), zero=layout.get("zero", 1))
-    batch = {"micro_batch_size": micro, "chunks": GLOBAL_BATCH // micro // dp, "global_batch": GLOBAL_BATCH}
-    pipeline = {"schedule": layout.get("schedule", "1f1b"), "recompute": layout.get("recompute", "none")}
+    batch = {
+        "micro_batch_size": micro,
+        "chunks": GLOBAL_BATCH // micro // dp,
+        "global_batch": GLOBAL_BATCH,
+    }
+    pipeline = {
+        "schedule": layout.get("schedule", "1f1b"),
+        "recompute": layout.get("recompute", "none"),
+    }
     return config.model_copy(
         update={
             "batch": config.batch.model_copy(update=batch),
             "pipeline": config.pipeline.model_copy(update=pipeline),
-            "parallel": config.parallel.model_copy(update={"sequence": layout.get("sequence", False)}),
+            "parallel": config.parallel.model_copy(
+                update={"sequence": layout.get("sequence", False)}
+            ),
         }
     )
 
 
 def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[float]:
     """Return the seconds of each step after one that warms up."""
-    mesh = open_mesh(Grid(*config.parallel.degrees), "cpu")
+    mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu")
     parts = build(config, mesh, (Samples(), None))
     found = []
     for _ in range(steps + 1):
@@ -106,7 +120,9 @@ def calibrated(pool: RankPool) -> Hardware:
     """Calibrate this machine, as `meshwright calibrate` does."""
     alone = pool.run(measure_core, min(cores(), 8), timeout_s=TIMEOUT_S)
     links = pool.run(measure_all_links, max(2, min(cores(), 8)), timeout_s=TIMEOUT_S)[0]
-    found = build_hardware(alone, links, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 8)
+    found = build_hardware(
+        alone, links, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 8
+    )
     shares = pool.run(measure_block_share, min(cores(), 8), found, timeout_s=TIMEOUT_S)
     return found.model_copy(update={"whole_share": statistics.median(shares)})
 
@@ -120,10 +136,14 @@ def correlation(a: list[float], b: list[float]) -> float:
 
 def main() -> int:
     """Run, print and write; return 1 if the orders differ too much."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3, help="rounds through all layouts")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-planner-on-cpu.json)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default benchmarks/results/<date>-planner-on-cpu.json)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     meshwright.tensor_parallel.megatron.load_mappings(
@@ -131,7 +151,9 @@ def main() -> int:
     )  # its import takes seconds: once, before the fork
     assert meshwright_models.gpt2
     console = Console(width=150)
-    configs = {", ".join(f"{k}={v}" for k, v in layout.items()): config_of(layout) for layout in LAYOUTS}
+    configs = {
+        ", ".join(f"{k}={v}" for k, v in layout.items()): config_of(layout) for layout in LAYOUTS
+    }
     measured: dict[str, list[float]] = {name: [] for name in configs}
     with RankPool(8) as pool:
         hardware = calibrated(pool)
@@ -146,14 +168,25 @@ def main() -> int:
         cache = ModelCache(config, ExecutionOptions(fuses_any_attention=False))
         predicted = evaluate(cache, hardware, config, choice_of(config)).time.total
         fastest = min(measured[name])
-        rows.append({"layout": name, "predicted_s": predicted, "measured_s": fastest, "all_s": measured[name]})
+        rows.append(
+            {
+                "layout": name,
+                "predicted_s": predicted,
+                "measured_s": fastest,
+                "all_s": measured[name],
+            }
+        )
         table.add_row(name, f"{predicted:.3f}", f"{fastest:.3f}", f"{predicted / fastest:.2f}")
     console.print(table)
     found = correlation([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
     off = statistics.fmean(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows)
-    console.print(f"rank correlation {found:.3f} over {len(rows)} layouts; {off:.1%} off in the mean")
+    console.print(
+        f"rank correlation {found:.3f} over {len(rows)} layouts; {off:.1%} off in the mean"
+    )
     report = {
-        "environment": environment(shlex.join(["python", "benchmarks/planner_on_cpu.py", *sys.argv[1:]])),
+        "environment": environment(
+            shlex.join(["python", "benchmarks/planner_on_cpu.py", *sys.argv[1:]])
+        ),
         "bars": {"rank_correlation": LEAST_CORRELATION},
         "hardware": hardware.model_dump(),
         "rows": rows,

@@ -1,10 +1,12 @@
-"""Python calls of a training step, counted by ``sys.setprofile``: the same on every machine, under any load.
+"""Python calls of a training step, counted by ``sys.setprofile``: the same on every machine,
+under any load.
 
     python benchmarks/python_calls.py [--only LAYOUT] [--out FILE]
 
-The GPT of side_by_side.py with 64 features; 16 samples a step in micro-batches of 2. A count is that of one rank in one
-step, mean over the ranks. ``ours`` are functions of this framework, without the model's; the others are torch's,
-megatron-core's and the model's own. Where a layout is new, compare it with the same command at another commit.
+The GPT of side_by_side.py with 64 features; 16 samples a step in micro-batches of 2. A count is
+that of one rank in one step, mean over the ranks. ``ours`` are functions of this framework, without
+the model's; the others are torch's, megatron-core's and the model's own. Where a layout is new,
+compare it with the same command at another commit.
 """
 
 from __future__ import annotations
@@ -81,18 +83,29 @@ def count(rank: int, world_size: int, layout: str) -> Calls:
 
 def main() -> int:
     """Count, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(LAYOUTS), action="append", help="may be given several times")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-python-calls.json)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=list(LAYOUTS), action="append", help="may be given several times"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default benchmarks/results/<date>-python-calls.json)"
+    )
     arguments = parser.parse_args()
-    meshwright.tensor_parallel.megatron.load_mappings(torch.device("cpu"))  # takes seconds: once, before the fork
+    # takes seconds: once, before the fork
+    meshwright.tensor_parallel.megatron.load_mappings(torch.device("cpu"))
     console, found = Console(width=100), {}
     table = Table("layout", "calls", "ours")
     with RankPool(8) as pool:
         for layout in arguments.only or LAYOUTS:
             dp, pp, tp = LAYOUTS[layout][0]
-            ranks = [Calls(*each) for each in pool.run(count, dp * pp * tp, layout, timeout_s=600.0)]
-            found[layout] = Calls(*(round(statistics.mean(counts)) for counts in zip(*ranks, strict=True)))
+            ranks = [
+                Calls(*each) for each in pool.run(count, dp * pp * tp, layout, timeout_s=600.0)
+            ]
+            found[layout] = Calls(
+                *(round(statistics.mean(counts)) for counts in zip(*ranks, strict=True))
+            )
             table.add_row(layout, *(f"{number:,}" for number in found[layout]))
     console.print(table)
     command = shlex.join(["python", "benchmarks/python_calls.py", *sys.argv[1:]])

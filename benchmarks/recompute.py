@@ -2,7 +2,8 @@
 
 python benchmarks/recompute.py [MODEL] [DTYPE] [REPEATS]     (MODEL: llama or gpt2)
 
-The kinds take turns, one block after the other; a time is the ratio to ``none`` of the same turn, median and range.
+The kinds take turns, one block after the other; a time is the ratio to ``none`` of the same turn,
+median and range.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from meshwright.pipeline.plan import recompute_parts, recomputed
 from meshwright.pipeline.recompute import POINTWISE
 
 HIDDEN, LENGTH, HEADS, KV_HEADS = 1024, 512, 16, 4
-KINDS = {"none": [], "pointwise": [f"block0.{POINTWISE}"], "selective": ["*attention.core"], "full": []}
+KINDS = {
+    "none": [],
+    "pointwise": [f"block0.{POINTWISE}"],
+    "selective": ["*attention.core"],
+    "full": [],
+}
 
 
 class Living(OperationRecorder):
@@ -43,11 +49,18 @@ class Living(OperationRecorder):
 
 def block(model: str, dtype: torch.dtype, kind: str) -> Callable[[Any], Any]:
     """Return one block of a model, with this kind of recompute."""
-    options: dict[str, Any] = {"vocab_size": 64, "hidden_size": HIDDEN, "num_layers": 1, "num_heads": HEADS}
+    options: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": HIDDEN,
+        "num_layers": 1,
+        "num_heads": HEADS,
+    }
     if model == "llama":
         options |= {"num_kv_heads": KV_HEADS, "ffn_size": 7 * HIDDEN // 2}
     torch.manual_seed(0)
-    layers = import_module(f"meshwright_models.{model}").build(**options, max_sequence_length=LENGTH)
+    layers = import_module(f"meshwright_models.{model}").build(
+        **options, max_sequence_length=LENGTH
+    )
     layer = layers.block0.to(dtype)
     if kind == "full":
         return lambda x: recomputed(layer, nullcontext, x)
@@ -64,7 +77,10 @@ def main(model: str = "llama", dtype: str = "float32", repeats: str = "9") -> No
     for kind, run in blocks.items():
         with Living() as living:
             out = run(x)
-        kept[kind] = sum(living.sizes[number] for number in living.storages.numbers()) - out.untyped_storage().nbytes()
+        kept[kind] = (
+            sum(living.sizes[number] for number in living.storages.numbers())
+            - out.untyped_storage().nbytes()
+        )
     for _ in range(int(repeats)):
         turn = {}
         for kind, run in blocks.items():
@@ -75,7 +91,10 @@ def main(model: str = "llama", dtype: str = "float32", repeats: str = "9") -> No
             times[kind].append(turn[kind] / turn["none"])
     for kind in KINDS:
         freed = 1 - kept[kind] / kept["none"]
-        ratio = f"{statistics.median(times[kind]):.3f} [{min(times[kind]):.3f} .. {max(times[kind]):.3f}]"
+        ratio = (
+            f"{statistics.median(times[kind]):.3f} [{min(times[kind]):.3f} .."
+            f" {max(times[kind]):.3f}]"
+        )
         print(f"{kind:10} {kept[kind]:>12,} bytes  {freed:5.1%} freed  time x {ratio}")
 
 

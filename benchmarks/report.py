@@ -1,4 +1,6 @@
-"""Ratios, tables and a JSON file from the ranks' measurements. Never absolute times alone: the machine is not quiet."""
+"""Ratios, tables and a JSON file from the ranks' measurements. Never absolute times alone:
+the machine is not quiet.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ RESULTS = Path(__file__).parent / "results"
 SAME_LOSS = 2e-6
 """Relative difference of the first losses above which two contenders do not do the same work."""
 SAME_NORM = 1e-4
-"""Relative difference of the gradient norms, likewise: float32 sums of squares, in different orders."""
+"""Relative difference of the gradient norms, likewise: float32 sums of squares,
+in different orders.
+"""
 
 
 class Pair(NamedTuple):
@@ -73,7 +77,9 @@ def repeats_of(ranks: Sequence[RankTimes], name: str) -> list[Repeat]:
         others = max(0.0, max(block.machine_cpu_s for block in mine) - cpu_s)
         seen = max(block.loopback_bytes for block in mine)
         main_thread_s = sum(block.main_thread_s for block in mine)
-        found.append(Repeat(max(block.wall_s for block in mine), cpu_s, main_thread_s, others, seen))
+        found.append(
+            Repeat(max(block.wall_s for block in mine), cpu_s, main_thread_s, others, seen)
+        )
     return found
 
 
@@ -91,12 +97,18 @@ def ratio_row(ranks: Sequence[RankTimes], pair: Pair) -> dict[str, Any]:
     }
 
 
-def contender_row(ranks: Sequence[RankTimes], observed: Sequence[RankObserved], name: str) -> dict[str, Any]:
-    """Return one contender's own numbers: losses, norms and bytes, and its times as a scale for the ratios."""
+def contender_row(
+    ranks: Sequence[RankTimes], observed: Sequence[RankObserved], name: str
+) -> dict[str, Any]:
+    """Return one contender's own numbers: losses, norms and bytes,
+    and its times as a scale for the ratios.
+    """
     repeats = repeats_of(ranks, name)
     shown = [rank.shown[name] for rank in ranks if rank.shown[name]]
     return {
-        "losses": [statistics.fmean(step.loss for step in steps) for steps in zip(*shown, strict=True)],
+        "losses": [
+            statistics.fmean(step.loss for step in steps) for steps in zip(*shown, strict=True)
+        ],
         "grad_norms": [steps[0].grad_norm for steps in zip(*shown, strict=True)],
         "tokens_per_s": TOKENS_PER_STEP / statistics.median(repeat.wall_s for repeat in repeats),
         "cpu_s_per_step": statistics.median(repeat.cpu_s for repeat in repeats),
@@ -110,14 +122,20 @@ def contender_row(ranks: Sequence[RankTimes], observed: Sequence[RankObserved], 
 def wire_rows(
     observed: Sequence[RankObserved], expected: Sequence[Mapping[Ranks, float]], grid: Grid
 ) -> list[dict[str, Any]]:
-    """Return bytes by axis, summed over ranks: by formula, mesh counters and observer. ``equal``: on every rank."""
+    """Return bytes by axis, summed over ranks: by formula, mesh counters and observer. ``equal``:
+    on every rank.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for rank, (seen, formula) in enumerate(zip(observed, expected, strict=True)):
         axes_of = labels(grid, rank)
         for ranks in sorted(formula.keys() | seen.wire_bytes.keys() | seen.counted_bytes.keys()):
             axes = axes_of.get(ranks, f"ranks {ranks}")
-            row = rows.setdefault(axes, {"axes": axes, "formula": 0.0, "counted": 0.0, "observed": 0.0, "equal": True})
-            numbers = [source.get(ranks, 0.0) for source in (formula, seen.counted_bytes, seen.wire_bytes)]
+            row = rows.setdefault(
+                axes, {"axes": axes, "formula": 0.0, "counted": 0.0, "observed": 0.0, "equal": True}
+            )
+            numbers = [
+                source.get(ranks, 0.0) for source in (formula, seen.counted_bytes, seen.wire_bytes)
+            ]
             for key, number in zip(("formula", "counted", "observed"), numbers, strict=True):
                 row[key] += number
             row["equal"] = row["equal"] and max(numbers) - min(numbers) < 1.0
@@ -132,16 +150,28 @@ def problems_of(comparison: Mapping[str, Any]) -> list[str]:
     for name, row in contenders.items():
         off = max(abs(a / b - 1) for a, b in zip(row["losses"], reference["losses"], strict=True))
         if off > SAME_LOSS:
-            found.append(f"{name} computes another loss than {reference_name}: {row['losses']}, {reference['losses']}")
-        off = max(abs(a / b - 1) for a, b in zip(row["grad_norms"], reference["grad_norms"], strict=True))
+            found.append(
+                f"{name} computes another loss than {reference_name}: {row['losses']},"
+                f" {reference['losses']}"
+            )
+        off = max(
+            abs(a / b - 1) for a, b in zip(row["grad_norms"], reference["grad_norms"], strict=True)
+        )
         if off > SAME_NORM:
             both = f"{row['grad_norms']}, {reference['grad_norms']}"
             found.append(f"{name} has another gradient norm than {reference_name}: {both}")
     for name, rows in comparison["wire"].items():
-        found += [f"{name}: bytes on the wire along {row['axes']} differ: {row}" for row in rows if not row["equal"]]
+        found += [
+            f"{name}: bytes on the wire along {row['axes']} differ: {row}"
+            for row in rows
+            if not row["equal"]
+        ]
     for row in comparison["ratios"]:
         if row["bar_met"] is False:
-            found.append(f"{row['ours']} / {row['theirs']}: CPU {row['cpu_ratio']} is above the bar of {row['bar']}")
+            found.append(
+                f"{row['ours']} / {row['theirs']}: CPU {row['cpu_ratio']} is above the bar of"
+                f" {row['bar']}"
+            )
     return found
 
 
@@ -156,7 +186,9 @@ def environment(command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": " ".join(found.get(key, "").strip() for key in ("model name", "cpu family", "model")),
+        "cpu": " ".join(
+            found.get(key, "").strip() for key in ("model name", "cpu family", "model")
+        ),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -164,9 +196,13 @@ def environment(command: str) -> dict[str, Any]:
 
 
 def show(comparison: Mapping[str, Any], console: Console) -> None:
-    """Print one comparison as tables. ``lo``: bytes that the kernel counted on loopback, the least of all repeats."""
+    """Print one comparison as tables. ``lo``: bytes that the kernel counted on loopback,
+    the least of all repeats.
+    """
     console.print(f"\n[bold]{comparison['title']}[/bold]", highlight=False)
-    table = Table("", "loss 1", "loss 2", "loss 3", "norm 1", "peak MB", "wire MB", "lo MB", "tok/s", "CPU s")
+    table = Table(
+        "", "loss 1", "loss 2", "loss 3", "norm 1", "peak MB", "wire MB", "lo MB", "tok/s", "CPU s"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for name, row in comparison["contenders"].items():
@@ -181,12 +217,33 @@ def show(comparison: Mapping[str, Any], console: Console) -> None:
             f"{row['cpu_s_per_step']:.2f}",
         )
     console.print(table)
-    table = Table("ratio, median [least .. most]", "throughput (higher: better)", "CPU s (lower: better)", "bar")
+    table = Table(
+        "ratio, median [least .. most]",
+        "throughput (higher: better)",
+        "CPU s (lower: better)",
+        "bar",
+    )
     for row in comparison["ratios"]:
-        bar = "" if row["bar"] is None else f"<= {row['bar']:.2f} {'met' if row['bar_met'] else 'MISSED'}"
-        table.add_row(f"{row['ours']} / {row['theirs']}", str(row["throughput_ratio"]), str(row["cpu_ratio"]), bar)
+        bar = (
+            ""
+            if row["bar"] is None
+            else f"<= {row['bar']:.2f} {'met' if row['bar_met'] else 'MISSED'}"
+        )
+        table.add_row(
+            f"{row['ours']} / {row['theirs']}",
+            str(row["throughput_ratio"]),
+            str(row["cpu_ratio"]),
+            bar,
+        )
     console.print(table)
-    table = Table("bytes on the wire, all ranks, one step", "along", "by formula", "counted by us", "seen below", "")
+    table = Table(
+        "bytes on the wire, all ranks, one step",
+        "along",
+        "by formula",
+        "counted by us",
+        "seen below",
+        "",
+    )
     for name, rows in comparison["wire"].items():
         for row in rows:
             numbers = (f"{row[key]:,.0f}" for key in ("formula", "counted", "observed"))
@@ -194,12 +251,16 @@ def show(comparison: Mapping[str, Any], console: Console) -> None:
     if table.row_count:
         console.print(table)
     console.print(
-        f"meanwhile other processes used {comparison['others_cores']:.2f} cores (median over blocks)", highlight=False
+        f"meanwhile other processes used {comparison['others_cores']:.2f} cores (median over"
+        " blocks)",
+        highlight=False,
     )
 
 
 def conclude(name: str, out: Path | None, report: Mapping[str, Any], console: Console) -> int:
-    """Write the report to ``out``, or to the results under today's date; print its problems; return the exit code."""
+    """Write the report to ``out``, or to the results under today's date; print its problems;
+    return the exit code.
+    """
     path = out or RESULTS / f"{date.today().isoformat()}-{name}.json"
     write(path, report)
     console.print(f"\nwritten to {path}", highlight=False)

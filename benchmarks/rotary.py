@@ -1,4 +1,5 @@
-"""CPU time and kernels of one block's rotary angles: computed at each call, and read from the table of the process.
+"""CPU time and kernels of one block's rotary angles: computed at each call,
+and read from the table of the process.
 
 python benchmarks/rotary.py LENGTH
 """

@@ -1,4 +1,5 @@
-"""This framework beside torch's own tools, on the same task, in turns, inside the same processes: ratios, not times.
+"""This framework beside torch's own tools, on the same task, in turns, inside the same processes:
+ratios, not times.
 
     python benchmarks/side_by_side.py [--only a|b|c] [--repeats 5] [--steps 3] [--out FILE]
 
@@ -6,11 +7,13 @@
     b   8 ranks       DDP, ZeroRedundancyOptimizer, FSDP2         ours, dp=8, ZeRO-0 and ZeRO-1
     c   8 ranks       DTensor + torch's pipelining + FSDP2        ours, dp=2 x pp=2 x tp=2, 1f1b, ZeRO-1
 
-All contenders of a comparison live in the same forked ranks and take turns of a few steps, A B C, C B A, ... A ratio
-compares adjacent turns; its spread over the repeats is printed. On a machine with other users, CPU seconds over all
-ranks are the steadier measure. All contenders must have the same losses and gradient norms in their first steps.
+All contenders of a comparison live in the same forked ranks and take turns of a few steps, A B C, C
+B A, ... A ratio compares adjacent turns; its spread over the repeats is printed. On a machine with
+other users, CPU seconds over all ranks are the steadier measure. All contenders must have the same
+losses and gradient norms in their first steps.
 
-Exit code 1: a contender computes another loss, bytes on the wire differ from the formulas, or a bar is missed.
+Exit code 1: a contender computes another loss, bytes on the wire differ from the formulas, or a bar
+is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,17 @@ import torch
 from composition import Composition
 from contenders import Ours, ddp, fsdp2, one_process, zero_redundancy
 from measure import Builder, observe, race
-from report import Pair, conclude, contender_row, environment, problems_of, ratio_row, repeats_of, show, wire_rows
+from report import (
+    Pair,
+    conclude,
+    contender_row,
+    environment,
+    problems_of,
+    ratio_row,
+    repeats_of,
+    show,
+    wire_rows,
+)
 from rich.console import Console
 from task import BUILDER, GLOBAL_BATCH, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, model_options
 from wire import expected_bytes
@@ -59,7 +72,9 @@ class Comparison(NamedTuple):
     tied: bool
     contenders: dict[str, Builder]
     layouts: dict[str, Layout]
-    """Contenders of this framework with more than one rank; their bytes on the wire are compared with the formulas."""
+    """Contenders of this framework with more than one rank;
+    their bytes on the wire are compared with the formulas.
+    """
     pairs: list[Pair]
 
 
@@ -73,7 +88,8 @@ COMPARISONS = {
         [Pair("ours, 1 rank", "plain torch", bar=1.03)],
     ),
     "b": Comparison(
-        "(b) 8 replicas: torch's DDP, ZeroRedundancyOptimizer and FSDP2, and ours with ZeRO-0 and ZeRO-1",
+        "(b) 8 replicas: torch's DDP, ZeroRedundancyOptimizer and FSDP2, and ours with ZeRO-0 and"
+        " ZeRO-1",
         8,
         True,
         {
@@ -95,8 +111,8 @@ COMPARISONS = {
         ],
     ),
     "c": Comparison(
-        "(c) dp 2 x pp 2 x tp 2, 1F1B: DTensor + torch.distributed.pipelining + FSDP2, and ours with ZeRO-1; "
-        "untied on both sides, since torch's pipelining cannot tie",
+        "(c) dp 2 x pp 2 x tp 2, 1F1B: DTensor + torch.distributed.pipelining + FSDP2, and ours"
+        " with ZeRO-1; untied on both sides, since torch's pipelining cannot tie",
         8,
         False,
         {
@@ -105,7 +121,10 @@ COMPARISONS = {
             "ours, 2x2x2": partial(Ours, 2, 2, 2, tied=False),
         },
         {"ours, 2x2x2": Layout(2, 2, 2)},
-        [Pair("ours, 2x2x2", "torch's parts", bar=1.0), Pair("ours, 2x2x2", "one process", bar=1.55)],
+        [
+            Pair("ours, 2x2x2", "torch's parts", bar=1.0),
+            Pair("ours, 2x2x2", "one process", bar=1.55),
+        ],
     ),
 }
 
@@ -115,13 +134,14 @@ def measure(comparison: Comparison, pool: RankPool, repeats: int, steps: int) ->
     size = comparison.world_size
     ranks = pool.run(race, size, comparison.contenders, repeats, steps, timeout_s=TIMEOUT_S)
     seen = {
-        name: pool.run(observe, size, builder, timeout_s=TIMEOUT_S) for name, builder in comparison.contenders.items()
+        name: pool.run(observe, size, builder, timeout_s=TIMEOUT_S)
+        for name, builder in comparison.contenders.items()
     }
     wire = {
         name: wire_rows(
             seen[name],
             [expected_bytes(rank, *layout, tied=comparison.tied) for rank in range(size)],
-            Grid(layout.pp, layout.dp, layout.tp),
+            Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp),
         )
         for name, layout in comparison.layouts.items()
     }
@@ -130,7 +150,9 @@ def measure(comparison: Comparison, pool: RankPool, repeats: int, steps: int) ->
         "title": comparison.title,
         "world_size": size,
         "ratios": [ratio_row(ranks, pair) for pair in comparison.pairs],
-        "contenders": {name: contender_row(ranks, seen[name], name) for name in comparison.contenders},
+        "contenders": {
+            name: contender_row(ranks, seen[name], name) for name in comparison.contenders
+        },
         "wire": wire,
         "others_cores": statistics.median(repeat.others_cpu_s / repeat.wall_s for repeat in blocks),
     }
@@ -138,11 +160,19 @@ def measure(comparison: Comparison, pool: RankPool, repeats: int, steps: int) ->
 
 def main() -> int:
     """Run, print and write; return 1 if there is a problem."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=sorted(COMPARISONS), action="append", help="may be given several times")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of every contender (default 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=sorted(COMPARISONS), action="append", help="may be given several times"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="turns of every contender (default 5)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps in one turn (default 3)")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/<date>-side-by-side.json)")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file (default benchmarks/results/<date>-side-by-side.json)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     meshwright.tensor_parallel.megatron.load_mappings(
@@ -150,7 +180,9 @@ def main() -> int:
     )  # its import takes seconds: once, before the fork
     console = Console(width=140)
     report: dict[str, Any] = {
-        "environment": environment(shlex.join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]])),
+        "environment": environment(
+            shlex.join(["python", "benchmarks/side_by_side.py", *sys.argv[1:]])
+        ),
         "task": {
             "builder": BUILDER,
             "options": model_options(tied=True),
@@ -164,7 +196,10 @@ def main() -> int:
         "comparisons": {},
     }
     where = report["environment"]
-    console.print(f"torch {where['torch']}, {where['cpu']}, {where['cores']} cores, {where['date']}", highlight=False)
+    console.print(
+        f"torch {where['torch']}, {where['cpu']}, {where['cores']} cores, {where['date']}",
+        highlight=False,
+    )
     problems: list[str] = []
     with RankPool(8) as pool:
         for key in arguments.only or sorted(COMPARISONS):

@@ -1,7 +1,7 @@
 """Task that both sides of every comparison train: model, tokens, batch, optimizer, defined once.
 
-A step has 16 sequences of 256 tokens, in micro-batches of 2: one process takes 8 of them, a replica among two takes 4,
-a replica among eight takes 1.
+A step has 16 sequences of 256 tokens, in micro-batches of 2: one process takes 8 of them, a replica
+among two takes 4, a replica among eight takes 1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def model_options(*, tied: bool) -> dict[str, object]:
     }
 
 
-def run_config(dp: int = 1, pp: int = 1, tp: int = 1, *, zero: int = 1, tied: bool = True) -> RunConfig:
+def run_config(
+    dp: int = 1, pp: int = 1, tp: int = 1, *, zero: int = 1, tied: bool = True
+) -> RunConfig:
     """Return the resolved configuration of one of this framework's runs."""
     config = RunConfig.model_validate(
         {
@@ -79,7 +81,9 @@ def sample_table() -> Tensor:
 
 
 class Samples:
-    """Samples by their index, the same for both sides. A :class:`meshwright.data.sources.Source`."""
+    """Samples by their index, the same for both sides.
+    A :class:`meshwright.data.sources.Source`.
+    """
 
     def __init__(self) -> None:
         self.table = sample_table()
@@ -97,12 +101,16 @@ class Samples:
 
 
 def initial_model(*, tied: bool) -> PlainModel:
-    """Return this framework's model on the meta device: the source of the initial weights by name."""
+    """Return this framework's model on the meta device:
+    the source of the initial weights by name.
+    """
     return build_model(BUILDER, model_options(tied=tied), SEED)
 
 
 def plain_model(*, tied: bool) -> nn.Sequential:
-    """Build the model of ``meshwright_models.gpt2`` in plain torch, with the initial weights of our runs."""
+    """Build the model of ``meshwright_models.gpt2`` in plain torch,
+    with the initial weights of our runs.
+    """
     layers = meshwright_models.gpt2.build(**model_options(tied=tied))  # type: ignore[arg-type]
     weights = initial_model(tied=tied)
     with torch.no_grad():
@@ -122,4 +130,6 @@ def decay_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
     """Return torch's fused AdamW with the hyperparameters of the task."""
-    return torch.optim.AdamW(decay_groups(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
+    return torch.optim.AdamW(
+        decay_groups(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True
+    )

@@ -1,12 +1,14 @@
-"""Bytes that a layout must put on the wire in one step, by the formulas of the literature; nothing is measured.
+"""Bytes that a layout must put on the wire in one step, by the formulas of the literature;
+nothing is measured.
 
-Per rank, in elements, with Psi parameters on the rank, d replicas, t tensor-parallel ranks, b samples of s tokens in a
-micro-batch, h hidden, m micro-batches per replica:
+Per rank, in elements, with Psi parameters on the rank, d replicas, t tensor-parallel ranks, b
+samples of s tokens in a micro-batch, h hidden, m micro-batches per replica:
 
     data parallel     2 Psi (d-1)/d                  once per step: all-reduce, or reduce-scatter + all-gather (ZeRO-1;
                                                      Rajbhandari et al. 2020, section 7)
     tensor parallel   8 b s h (t-1)/t                per block and micro-batch: 2 all-reduces forward, 2 backward
-                                                     (Shoeybi et al. 2019, section 3; 2 M (t-1)/t each)
+                                                     (Shoeybi et al. 2019, section 3; 2 M (t-1)/t
+                                                     each)
                       2 b s h (t-1)/t                per micro-batch for the vocabulary-parallel embedding (forward),
                                                      and as much for the head (backward)
                       3 x 2 b s (t-1)/t              per micro-batch for the loss: one maximum, two sums of each token
@@ -28,11 +30,17 @@ FLOAT64 = 8
 STEP_NUMBERS = 9
 
 
-def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[tuple[int, ...], float]:
-    """Return {ranks of a group: bytes that this rank sends in one step}. Axes with the same ranks share an entry."""
-    grid = Grid(pp, dp, tp)
+def expected_bytes(
+    rank: int, dp: int, pp: int, tp: int, *, tied: bool
+) -> dict[tuple[int, ...], float]:
+    """Return {ranks of a group: bytes that this rank sends in one step}.
+    Axes with the same ranks share an entry.
+    """
+    grid = Grid(pp=pp, dp=dp, tp=tp)
     at = grid.coordinates(rank)
-    blueprint = draw_blueprint(run_config(dp, pp, tp, tied=tied), Group("tp", tuple(range(tp)), at.tp_rank))
+    blueprint = draw_blueprint(
+        run_config(dp, pp, tp, tied=tied), Group("tp", tuple(range(tp)), at.tp_rank)
+    )
     layers = blueprint.stage_layers(at.pp_rank)
     names = [name for name, _ in layers.named_children()]
     num_parameters = sum(parameter.numel() for parameter in layers.parameters())
@@ -41,7 +49,8 @@ def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[
     tokens = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
     all_reduced = 4 * num_blocks * HIDDEN_SIZE
     all_reduced += HIDDEN_SIZE * ("embedding" in names) + (HIDDEN_SIZE + 3) * ("head" in names)
-    boundaries = (at.pp_rank > 0) + (at.pp_rank < pp - 1)  # this rank sends across each once, forward or backward
+    # this rank sends across each once, forward or backward
+    boundaries = (at.pp_rank > 0) + (at.pp_rank < pp - 1)
     n = dp * pp * tp
     by_axis = {
         Axis.DP: 2 * num_parameters * (dp - 1) / dp * FLOAT32,
@@ -56,7 +65,9 @@ def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[
 
 
 def labels(grid: Grid, rank: int) -> dict[tuple[int, ...], str]:
-    """Return {ranks of each group of this rank: the axes that use it}; all ranks together are the world."""
+    """Return {ranks of each group of this rank: the axes that use it};
+    all ranks together are the world.
+    """
     found = {tuple(range(grid.size)): "world"}
     for axis in Axis:
         ranks = grid.group(axis, rank)

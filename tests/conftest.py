@@ -7,9 +7,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts: ranks are forked from this process
 
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -18,20 +18,17 @@ from hypothesis import settings
 
 from meshwright.system.process import SIGNALS
 from meshwright_launch.pool import RankPool
+from tests.framework.verify.cases import References
+from tests.support.marks import mark_rows
 
-settings.register_profile("repeatable", derandomize=True)  # a commit passes or fails always; `make torture` draws anew
+# a commit passes or fails always; `make torture` draws anew
+settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("random")
 settings.load_profile("repeatable")
 
+LONGEST = ("tests/framework/verify/", "tests/plan/dryrun/", "tests/plan/planner/")
+"""Folders whose files take minutes: begun first, so that at the end no worker has one alone."""
 LONG_MARKS = ("all_layouts", "long", "slurm", "torture")
-LISTED_MARKS = ("all_layouts", "long", "torture")
-"""Marks whose tests, or rows of tests, are listed in MARK_tests.txt beside this file."""
-
-
-def listed_tests(mark: str) -> set[str]:
-    """Return the ids of the tests that ``mark`` has from its list."""
-    lines = Path(__file__).with_name(f"{mark}_tests.txt").read_text().splitlines()
-    return {line for line in lines if line and not line.startswith("#")}
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +38,35 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
+@pytest.fixture(autouse=True)
+def restored_path() -> Iterator[None]:
+    """The entries of ``sys.path``: commands append the working directory, as ``python -m`` has it."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Numbers of one plain process, shared by the tests of a file: some files patch the run."""
+    return References()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=0, help="of what `make torture` draws: moments, ranks, signals, bits")
-    parser.addoption("--part", default="1/1", help="K/N: one of N parts of the tests, dealt by their names or groups")
-    parser.addoption("--soak-minutes", type=float, default=15.0, help="how long `make torture` disturbs one run")
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=0,
+        help="of what `make torture` draws: moments, ranks, signals, bits",
+    )
+    parser.addoption(
+        "--part",
+        default="1/1",
+        help="K/N: one of N parts of the tests, dealt by their names or groups",
+    )
+    parser.addoption(
+        "--soak-minutes", type=float, default=15.0, help="how long `make torture` disturbs one run"
+    )
 
 
 @pytest.fixture
@@ -54,21 +76,28 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ranks that are forked and more than there are GPUs: everything but ``pytest -m gpu`` runs on CPU, everywhere."""
+    """Ranks that are forked and more than there are GPUs:
+    everything but ``pytest -m gpu`` runs on CPU, everywhere.
+    """
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for each in SIGNALS:  # a job in the background ignores some; and a run ignores what it was started to ignore
+    # a job in the background ignores some; and a run ignores what it was started to ignore
+    for each in SIGNALS:
         if signal.getsignal(each) is signal.SIG_IGN:
-            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL
+            )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long (``all_layouts`` hours) unless the command line names one of its marks."""
-    for mark in LISTED_MARKS:
-        listed = listed_tests(mark)
-        for item in items:
-            if item.nodeid in listed:
-                item.add_marker(mark)
+    """Leave out what takes long (``all_layouts`` hours)
+    unless the command line names one of its marks.
+    """
+    unknown = mark_rows(items)
+    whole_files = not any("::" in word for word in config.args)
+    if unknown and whole_files and not config.getoption("lf", False):
+        raise pytest.UsageError(f"marked rows that no test has: {', '.join(sorted(unknown))}")
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     part, parts = map(int, config.getoption("--part").split("/"))
     named = {mark for mark in (*LONG_MARKS, "fault") if mark in config.option.markexpr}
     left_out = []
@@ -94,7 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The table of `make torture`: a row for each kind of trouble, with what its tests have noted of it."""
+    """The table of `make torture`: a row for each kind of trouble,
+    with what its tests have noted of it.
+    """
     cases: dict[str, list[bool]] = defaultdict(list)
     noted: dict[str, list[str]] = defaultdict(list)
     slowest: dict[str, float] = defaultdict(float)
@@ -104,12 +135,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             if "row" in properties and (report.when == "call" or outcome == "error"):
                 cases[properties["row"]].append(outcome == "passed")
                 noted[properties["row"]] += [properties["noted"]] if "noted" in properties else []
-                slowest[properties["row"]] = max(slowest[properties["row"]], properties.get("within_s", 0.0))
+                slowest[properties["row"]] = max(
+                    slowest[properties["row"]], properties.get("within_s", 0.0)
+                )
     if not cases or not {"torture", "slurm"} & set(config.option.markexpr.split()):
         return
     terminalreporter.write_line(
-        f"\n| {config.option.markexpr}, --seed {config.getoption('--seed')} | tests | failed | |\n|---|---|---|---|"
+        f"\n| {config.option.markexpr}, --seed {config.getoption('--seed')} | tests | failed |"
+        " |\n|---|---|---|---|"
     )
     for row, passed in cases.items():
         noted[row] += [f"within {slowest[row]:.1f} s"] if slowest[row] else []
-        terminalreporter.write_line(f"| {row} | {len(passed)} | {passed.count(False)} | {'; '.join(noted[row])} |")
+        terminalreporter.write_line(
+            f"| {row} | {len(passed)} | {passed.count(False)} | {'; '.join(noted[row])} |"
+        )

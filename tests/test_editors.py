@@ -18,7 +18,9 @@ from tests.support.sources import PACKAGES, ROOT, files
 MISSPELT = "tests.exmples.a"
 """Module that a test of a wrong name names."""
 PYRIGHT = shutil.which("pyright") or shutil.which("pyright", path=str(Path(sys.executable).parent))
-needs_pyright = pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed: pip install 'pyright[nodejs]'")
+needs_pyright = pytest.mark.skipif(
+    PYRIGHT is None, reason="pyright is not installed: pip install 'pyright[nodejs]'"
+)
 
 
 def our_imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -40,7 +42,11 @@ def has_file(module: str) -> bool:
 
 def test_the_import_path_of_a_file_is_its_path() -> None:
     """So an editor, grep and a code host follow each import without being told anything."""
-    others = [path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    others = [
+        path
+        for folder in ("tests", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     lost = [
         f"{path.relative_to(ROOT)}:{line}: {module}"
         for path in (*files(), *others)
@@ -53,8 +59,13 @@ def test_the_import_path_of_a_file_is_its_path() -> None:
 def test_an_import_that_is_found_by_a_mapping_is_seen(tmp_path: Path) -> None:
     assert has_file("meshwright.mesh.grid") and has_file("meshwright_plan.planner")
     assert not has_file("meshwright.launch.cli") and not has_file("meshwright.tools")
-    (tmp_path / "a.py").write_text("import torch\nimport meshwright.tools.x\nfrom meshwright_plan import page\n")
-    assert list(our_imports(tmp_path / "a.py")) == [(2, "meshwright.tools.x"), (3, "meshwright_plan")]
+    (tmp_path / "a.py").write_text(
+        "import torch\nimport meshwright.tools.x\nfrom meshwright_plan import page\n"
+    )
+    assert list(our_imports(tmp_path / "a.py")) == [
+        (2, "meshwright.tools.x"),
+        (3, "meshwright_plan"),
+    ]
 
 
 def diagnostics(*words: str | Path) -> list[dict[str, object]]:
@@ -89,12 +100,18 @@ def test_types_of_the_core_reach_an_own_run(tmp_path: Path) -> None:
     """From examples/extend/own_run.py by way of the public names down to the step."""
     text = (ROOT / "examples" / "extend" / "own_run.py").read_text(encoding="utf-8")
     text += (
-        "\n\nfrom meshwright.step import take_step\n\nreveal_type(meshwright.run_training)\nreveal_type(take_step)\n"
+        "\n\nfrom meshwright.step import"
+        " take_step\n\nreveal_type(meshwright.run_training)\nreveal_type(take_step)\n"
     )
     (tmp_path / "own_run.py").write_text(text)
     found = diagnostics(tmp_path / "own_run.py")
     shown = [str(each["message"]) for each in found if each["severity"] == "information"]
-    assert len(shown) == 2 and "RunConfig" in shown[0] and "Parts" in shown[1] and "StepStats" in shown[1], shown
+    assert (
+        len(shown) == 2
+        and "RunConfig" in shown[0]
+        and "Parts" in shown[1]
+        and "StepStats" in shown[1]
+    ), shown
 
 
 def test_functions_of_tests_that_are_named_are_there() -> None:

@@ -1,4 +1,6 @@
-"""Error codes: every error has one, no two share one, golden files hold the texts, `meshwright errors` prints them."""
+"""Error codes: every error has one, no two share one, golden files hold the texts,
+`meshwright errors` prints them.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ def sites() -> list[Site]:
 
 
 def test_every_error_has_a_code_of_its_own(sites: list[Site]) -> None:
-    assert codes.without_code() == [], "the first argument of an error is its code, a literal MW-ROOM-NUMBER"
+    assert codes.without_code() == [], (
+        "the first argument of an error is its code, a literal MW-ROOM-NUMBER"
+    )
     assert len(sites) > 400  # else the search itself is broken
-    assert codes.repeated(sites) == [], "two places raise these codes: take the next free number for one"
+    assert codes.repeated(sites) == [], (
+        "two places raise these codes: take the next free number for one"
+    )
     reused = codes.retired() & {site.code for site in sites}
     assert not reused, f"{sorted(reused)} belonged to other errors once: take the next free number"
     unknown = {site.kind for site in sites} - codes.EXIT_CODES.keys() - {"error_type", "kind"}
@@ -36,7 +42,9 @@ def test_the_texts_are_those_of_the_golden_files(sites: list[Site]) -> None:
     assert codes.golden(sites, codes.retired()) == written, MOVE
 
 
-def test_the_command_lists_the_codes_of_all_packages(sites: list[Site], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_the_codes_of_all_packages(
+    sites: list[Site], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert find_sites(installed_sources()) == sites
     assert {site.room for site in sites} <= ROOMS.keys()
     assert main(["errors"]) == 0
@@ -53,9 +61,14 @@ def test_the_command_shows_a_code_with_its_place(
     [site] = [site for site in sites if site.code == "MW-MESH-001"]
     assert main(["errors", given]) == 0
     head, place, *message = capsys.readouterr().out.splitlines()
-    assert head == f"MW-MESH-001  {site.kind}, exit code {site.exit_code}  (MESH: ranks, groups, collectives)"
+    assert (
+        head == f"MW-MESH-001  {site.kind}, exit code {site.exit_code}  (MESH: ranks, groups,"
+        " collectives)"
+    )
     assert place == f"raised in {site.source.module}: {site.source.path}, line {site.line}"
-    assert '"MW-MESH-001"' in "".join(site.source.path.read_text().splitlines()[site.line - 1 : site.line + 1])
+    assert '"MW-MESH-001"' in "".join(
+        site.source.path.read_text().splitlines()[site.line - 1 : site.line + 1]
+    )
     assert message[0].strip() == site.texts[0].splitlines()[0]
 
 
@@ -69,16 +82,23 @@ def test_the_command_shows_a_code_with_its_place(
         ("x" * 5000, "a code is MW-ROOM-NUMBER"),
     ],
 )
-def test_the_command_refuses_an_unknown_code(given: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_an_unknown_code(
+    given: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["errors", given]) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and hint in printed.err and "[MW-LAUNCH-108]" in printed.err and len(printed.err) < 400
+    assert (
+        printed.out == ""
+        and hint in printed.err
+        and "[MW-LAUNCH-108]" in printed.err
+        and len(printed.err) < 400
+    )
 
 
 def test_the_command_starts_without_torch() -> None:
     code = (
-        "import sys; from meshwright_launch.cli import main; assert main(['errors', 'MW-DATA-001']) == 0; "
-        "assert not {'torch', 'numpy'} & sys.modules.keys()"
+        "import sys; from meshwright_launch.cli import main; assert main(['errors', 'MW-DATA-001'])"
+        " == 0; assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -94,7 +114,11 @@ def test_several_problems_are_one_error_with_all_codes() -> None:
     first, second = ConfigError("MW-CONFIG-001", "a = 1"), ConfigError("MW-CONFIG-002", "b = 2")
     error = ConfigError.join([first, second])
     assert str(error) == "a = 1 [MW-CONFIG-001]\nb = 2 [MW-CONFIG-002]"
-    assert (error.code, error.message, error.problems) == ("MW-CONFIG-001", "a = 1\nb = 2", [first, second])
+    assert (error.code, error.message, error.problems) == (
+        "MW-CONFIG-001",
+        "a = 1\nb = 2",
+        [first, second],
+    )
     assert first.problems == [first]
 
 

@@ -1,4 +1,6 @@
-"""The face of the trainer that the packages of tools/ use: a change of it shows in tests/golden/faces."""
+"""The face of the trainer that the packages of tools/ use:
+a change of it shows in tests/golden/faces.
+"""
 
 from __future__ import annotations
 

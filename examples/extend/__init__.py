@@ -1,1 +1,3 @@
-"""Everything of a run that a user may bring: model, loss, data, optimizer, schedule, parameter groups, callbacks."""
+"""Everything of a run that a user may bring: model, loss, data, optimizer, schedule,
+parameter groups, callbacks.
+"""

@@ -1,4 +1,6 @@
-"""A layer of one's own with a sharding rule: a block-diagonal feed-forward network, its groups split over tp."""
+"""A layer of one's own with a sharding rule: a block-diagonal feed-forward network,
+its groups split over tp.
+"""
 
 import torch
 from torch import nn
@@ -28,7 +30,9 @@ class GroupedMLP(nn.Module):
 
 def split_groups(layer, tp_rank, tp):
     """Give a rank its part of the groups; the ranks' outputs add up to the layer's."""
-    return meshwright.SplitLayer({"up": 0, "down": 0}, input="whole", output="sum", dropout_dims={"drop": 1})
+    return meshwright.SplitLayer(
+        {"up": 0, "down": 0}, input="whole", output="sum", dropout_dims={"drop": 1}
+    )
 
 
 class Block(nn.Module):
@@ -41,7 +45,9 @@ class Block(nn.Module):
 
 
 def model(width=32, depth=4, num_groups=4):
-    layers = nn.Sequential(nn.Embedding(256, width), *(Block(width, num_groups) for _ in range(depth)))
+    layers = nn.Sequential(
+        nn.Embedding(256, width), *(Block(width, num_groups) for _ in range(depth))
+    )
     layers.append(nn.Linear(width, 256))
     layers.sharding_plan = {"0": "vocab", "*.mlp": split_groups, str(depth + 1): "vocab"}
     return layers

@@ -1,4 +1,6 @@
-"""An own model, loss, optimizer, schedule, parameter groups, EMA and early stop on 8 ranks: python own_run.py"""
+"""An own model, loss, optimizer, schedule, parameter groups, EMA and early stop on 8 ranks:
+python own_run.py
+"""
 
 import argparse
 import optparse
@@ -23,7 +25,9 @@ class Block(nn.Module):
 
 
 def model(width=32, depth=4):
-    layers = nn.Sequential(nn.Embedding(256, width), *(Block(width) for _ in range(depth)), nn.Linear(width, 256))
+    layers = nn.Sequential(
+        nn.Embedding(256, width), *(Block(width) for _ in range(depth)), nn.Linear(width, 256)
+    )
     layers.sharding_plan, layers.loss = {"*.up": "column", "*.down": "row"}, smoothed
     return layers
 

@@ -41,7 +41,9 @@ def build(split: str, train: str, validation: str) -> Lines:
 
 
 def collate(lines: list[str], length: int = 32) -> tuple[Tensor, Tensor]:
-    """Return bytes (B, length) and the byte after each (B, length); -100 past the end of a line does not count."""
+    """Return bytes (B, length) and the byte after each (B, length);
+    -100 past the end of a line does not count.
+    """
     ids = torch.zeros(len(lines), length + 1, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
     for row, line in enumerate(lines):

@@ -1,4 +1,6 @@
-"""A small convolutional network whose layers keep running statistics: images (B, 1, H, W) to logits (B, classes)."""
+"""A small convolutional network whose layers keep running statistics: images (B, 1, H, W)
+to logits (B, classes).
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ class Head(nn.Module):
 
 
 def build(channels: int = 16, depth: int = 6, classes: int = 8) -> nn.Sequential:
-    """``layer0`` .., ``head``: every second layer halves the image and doubles the channels, twice."""
+    """``layer0`` .., ``head``: every second layer halves the image and doubles the channels,
+    twice.
+    """
     model = nn.Sequential()
     now = 1
     for index in range(depth):
         after = channels * 2 ** min(index // 2, 2)
-        model.add_module(f"layer{index}", Convolution(now, after, stride=2 if index in (2, 4) else 1))
+        model.add_module(
+            f"layer{index}", Convolution(now, after, stride=2 if index in (2, 4) else 1)
+        )
         now = after
     model.add_module("head", Head(now, classes))
     return model

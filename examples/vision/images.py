@@ -10,10 +10,18 @@ from torch.utils.data import Dataset
 
 
 class Gratings(Dataset[tuple[Tensor, int]]):
-    """Sample i is the same in every process: image (1, size, size) float32, label 0 .. classes - 1."""
+    """Sample i is the same in every process: image (1, size, size) float32, label 0 ..
+    classes - 1.
+    """
 
     def __init__(self, first: int, length: int, size: int, classes: int, noise: float) -> None:
-        self.first, self.length, self.size, self.classes, self.noise = first, length, size, classes, noise
+        self.first, self.length, self.size, self.classes, self.noise = (
+            first,
+            length,
+            size,
+            classes,
+            noise,
+        )
 
     def __len__(self) -> int:
         return self.length
@@ -32,4 +40,8 @@ class Gratings(Dataset[tuple[Tensor, int]]):
 
 def build(split: str, size: int = 16, classes: int = 8, noise: float = 0.7) -> Gratings:
     """8192 images to train on and 512 others to validate on."""
-    return Gratings(0, 8192, size, classes, noise) if split == "train" else Gratings(10**6, 512, size, classes, noise)
+    return (
+        Gratings(0, 8192, size, classes, noise)
+        if split == "train"
+        else Gratings(10**6, 512, size, classes, noise)
+    )

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 
 class Patches(nn.Module):
-    """Squares of the image, each mapped to a vector, and a learned position: (B, 1, H, W) -> (B, N, width)."""
+    """Squares of the image, each mapped to a vector, and a learned position: (B, 1, H, W) -> (B, N,
+    width).
+    """
 
     def __init__(self, size: int, patch: int, width: int) -> None:
         super().__init__()
@@ -24,18 +26,22 @@ class Patches(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every patch looks at every other one. The number of heads is read off what the linears give."""
+    """Every patch looks at every other one.
+    The number of heads is read off what the linears give.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_size = width // heads
         self.query, self.value = nn.Linear(width, width), nn.Linear(width, width)
-        self.key = nn.Linear(width, width, bias=False)  # softmax would not see a bias: its gradient is rounding
+        # softmax would not see a bias: its gradient is rounding
+        self.key = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.query, self.key, self.value)
+            part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
         )
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -46,7 +52,11 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm2, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""meshwright: 3D-parallel training of a plain ``nn.Sequential``, with the same numbers on any layout.
+"""meshwright: 3D-parallel training of a plain ``nn.Sequential``,
+with the same numbers on any layout.
 
-The names below are the public Python API (docs/python.md); deeper imports are private and may change. To read the
-code, start at ``train.py``. Names are imported when they are used: the command line needs no torch to start.
+The names below are the public Python API (docs/python.md); deeper imports are private and may
+change. To read the code, start at ``train.py``. Names are imported when they are used: the command
+line needs no torch to start.
 """
 
 from __future__ import annotations
@@ -36,10 +38,26 @@ if TYPE_CHECKING:
 
 _SOURCES = {
     "meshwright.config": ("RunConfig",),
-    "meshwright.errors": ("CallbackError", "CheckpointError", "ConfigError", "LockError", "Preempted", "UserError"),
+    "meshwright.errors": (
+        "CallbackError",
+        "CheckpointError",
+        "ConfigError",
+        "LockError",
+        "Preempted",
+        "UserError",
+    ),
     "meshwright_launch.failure": ("RankFailed",),
     "meshwright_launch.python": (
-        *("OpenRun", "evaluate", "load_config", "make_config", "open_run", "run_training", "sample", "spawn"),
+        *(
+            "OpenRun",
+            "evaluate",
+            "load_config",
+            "make_config",
+            "open_run",
+            "run_training",
+            "sample",
+            "spawn",
+        ),
     ),
     "meshwright.model.metrics": ("record",),
     "meshwright.parts": ("Observer", "Parts", "StepEvent", "StepStats"),

@@ -1,16 +1,21 @@
-"""The blueprint of a run: all decisions that need no communication. It follows from the config and from the rank's
-place in its tp, cp and ep groups.
+"""The blueprint of a run: all decisions that need no communication. It follows from the config and
+from the rank's place in its tp, cp and ep groups.
 
-    RunConfig -> Grid, model on meta, sharding, stages, schedule, shapes between stages -> Blueprint
+    describe       RunConfig               -> the whole model on meta, its output, shapes of a micro-batch
+    plan_stages    the whole model         -> schedules, cost of each layer, layers of each stage, recompute
+    shard          the whole model, groups -> this rank's slices of the parameters, its tokens of a sample
+    boundaries     this rank's model       -> shapes between stages
 
-The launcher draws it once, so that an impossible run is refused before any process starts. In ``build`` each rank draws
-it again, and the ranks compare digests. Nothing here needs a GPU, a network, or more memory than a model on meta.
+The launcher draws it once, so that an impossible run is refused before any process starts. In
+``build`` each rank draws it again, and the ranks compare digests. Nothing here needs a GPU, a
+network, or more memory than a model on meta.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -50,12 +55,18 @@ from meshwright.tensor_parallel.cross_entropy import check_output_shape
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Decisions that all ranks share, with the tensor slices (tp, ep) and tokens (cp) of one rank."""
+    """Decisions that all ranks share, with the tensor slices (tp, ep) and tokens (cp)
+    of one rank.
+    """
 
     config: RunConfig
     grid: Grid
     model: PlainModel
-    """Model on meta, in the training dtype, with this rank's slices of the parameters."""
+    """Model on meta, in the training dtype, with this rank's slices of the parameters.
+
+    The object itself: ``build`` gives the layers of this rank's stages their weights in place, so
+    that a blueprint serves one build.
+    """
     infos: dict[str, ParameterInfo]
     example: MetaMicrobatch
     """Shapes of a micro-batch."""
@@ -66,13 +77,19 @@ class Blueprint:
     boundaries: list[ValueSpec]
     """Output spec of stage i, the input spec of stage i+1."""
     layer_costs: list[LayerCost]
-    """Cost of each full (unsharded) layer for one micro-batch; that of the last layer includes the loss."""
+    """Cost of each full (unsharded) layer for one micro-batch;
+    that of the last layer includes the loss.
+    """
     running: tuple[str, ...] = ()
-    """Names of the buffers that a training forward changes: part of the model's state, as weights are."""
+    """Names of the buffers that a training forward changes: part of the model's state,
+    as weights are.
+    """
     recomputed: tuple[str, ...] = ()
     """Names of the layers, and parts of layers, with activation checkpointing (recompute)."""
     offloaded: tuple[str, ...] = ()
-    """Names of the layers with activation offload: tensors saved for backward move to host memory."""
+    """Names of the layers with activation offload:
+    tensors saved for backward move to host memory.
+    """
     metrics: tuple[str, ...] = ()
     """Names of the metrics that layers and the loss record."""
     cut: TokenCut
@@ -91,17 +108,21 @@ class Blueprint:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of one optimizer step, see :class:`LayerCost`: no recompute, full attention."""
-        batch = batch_numbers(self.config)
-        return sum(cost.model_flops for cost in self.layer_costs) * batch.global_batch / batch.micro_batch_size
+        """Model FLOPs of one optimizer step, see :class:`LayerCost`: no recompute,
+        full attention.
+        """
+        batch = batch_numbers(self.config.batch)
+        per_microbatch = sum(cost.model_flops for cost in self.layer_costs)
+        return per_microbatch * batch.global_batch / batch.micro_batch_size
 
     @property
     def label_positions(self) -> int:
         """Label positions of the largest global batch, ignored ones included.
 
-        The loss of every micro-batch is scaled by its inverse, and STEP multiplies by it: see step.py.
+        The loss of every micro-batch is scaled by its inverse, and STEP multiplies by it: see
+        step.py.
         """
-        return batch_numbers(self.config).global_batch * self.example.labels_per_sample
+        return batch_numbers(self.config.batch).global_batch * self.example.labels_per_sample
 
     def stage_layers(self, stage: int) -> nn.Sequential:
         """Return the layers of one stage, under their names in the whole model."""
@@ -112,110 +133,222 @@ class Blueprint:
         return layers
 
     def stage_of_parameter(self) -> dict[str, list[int]]:
-        """Return canonical parameter name -> the stages that hold it, in order; several for a tied weight."""
-        found: dict[str, list[int]] = {}
+        """Return canonical parameter name -> the stages that hold it, in order;
+        several for a tied weight.
+        """
+        stages_of: dict[str, list[int]] = {}
         for stage in range(len(self.stages)):
             for name, _ in self.stage_layers(stage).named_parameters(remove_duplicate=False):
-                stages = found.setdefault(self.model.canonical(name), [])
-                if stage not in stages:
-                    stages.append(stage)
-        return found
+                holders = stages_of.setdefault(self.model.canonical(name), [])
+                if stage not in holders:
+                    holders.append(stage)
+        return stages_of
 
     def digest(self) -> str:
         """Return a digest that must be equal on all ranks.
 
-        It covers config, schedules, stages, settings, rates, names of metrics, and what the builder gives parameters.
+        It covers config, schedules, stages, settings, rates, names of metrics, and what the builder
+        gives parameters.
         """
-        groups = sorted((i.name, *i.settings) for i in self.infos.values())
+        settings = sorted((info.name, *info.settings) for info in self.infos.values())
         rates = sampled_rates(self.config.optimizer, self.config.train.steps)
-        schedules = "".join(map(schedule_digest, self.schedules))
-        values = "" if self.model.builder_run is None else self.model.builder_run.digest
-        text = dump(self.config) + schedules + values + repr((self.stages, groups, rates, self.metrics))
+        schedules = "".join(schedule_digest(schedule) for schedule in self.schedules)
+        first_values = "" if self.model.builder_run is None else self.model.builder_run.digest
+        planned = repr((self.stages, settings, rates, self.metrics))
+        text = dump(self.config) + schedules + first_values + planned
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+class WholeModel(NamedTuple):
+    """The model as its builder gives it, with one forward of it. On meta, not sharded until
+    :func:`shard` changes the layers.
+    """
+
+    plain: PlainModel
+    shapes: MetaMicrobatch
+    """Shapes of a micro-batch, in the dtypes of the samples."""
+    forward: ModelDescription
+    """Output, running buffers and metrics of that forward."""
+
+
+class StagePlan(NamedTuple):
+    """Decisions on the whole model, which every rank makes alike."""
+
+    schedules: list[Schedule]
+    stages: list[range]
+    layer_costs: list[LayerCost]
+    recomputed: tuple[str, ...]
+    offloaded: tuple[str, ...]
+
+
+class Groups(NamedTuple):
+    """The groups over which a model is sharded: only this rank's place in them matters here."""
+
+    tp: Group
+    cp: Group
+    ep: Group
+
+
 def draw_blueprint(
-    config: RunConfig, tp: Group | None = None, cp: Group | None = None, ep: Group | None = None
+    config: RunConfig,
+    tp: Group | None = None,
+    cp: Group | None = None,
+    ep: Group | None = None,
+    *,
+    whole: WholeModel | None = None,
 ) -> Blueprint:
-    """Draw the blueprint of a resolved config: describe the model, check it, shard it, plan its stages.
+    """Draw the blueprint of a resolved config: describe the model, plan its stages, shard it.
 
     Args:
-        tp: this rank's tensor-parallel group. None (also for cp and ep): act as rank 0, before the groups exist.
+        tp: this rank's tensor-parallel group. None (also for cp and ep): act as rank 0, before the
+            groups exist.
         cp: the ranks that split the tokens of a sample.
         ep: the ranks that split the experts of a layer.
+        whole: the model of :func:`describe`, which is sharded in place; None: describe it.
 
     Raises:
         UserError: the configuration, the model or the layout cannot work.
     """
-    parallel, batch, dtype = config.parallel, batch_numbers(config), DTYPES[config.train.dtype]
-    grid = Grid(*parallel.degrees)
-    shapes = MetaMicrobatch(*example(config, batch.micro_batch_size))
-    corpus_length = config.data.sequence_length if config.data.builder is None else None
-    check_sequence_lengths(shapes.inputs, parallel.tp if parallel.sequence else 1, corpus_length)
-    model, whole = _describe(config, shapes)
-    check_supported(config.model.builder, model.impossible, grid, sequence=parallel.sequence)
-    recomputed, offloaded = recomputed_names(config, model), offloaded_names(config.pipeline, model)
-    schedules = draw_schedules(config)
-    check_running(config, model, whole.running, schedules[-1], recomputed)
-    costs = model_costs(config, model, model.layers, shapes, recomputed)
-    stages = cut_layers(config, costs, schedules[-1].num_stages)
-    first = {axis: Group(axis, tuple(range(getattr(grid, axis))), 0) for axis in ("tp", "cp", "ep")}
-    cut = share_tokens(parallel, config.model.builder, model, *shapes, cp or first["cp"])
-    infos = shard(config, model, whole.running, tp or first["tp"], ep or first["ep"])
-    boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
-    for part, full in zip(local.leaves, whole.output.leaves, strict=True):
-        of_rank = cut.shape_of(full.shape)
-        check_output_shape(model.layers, part.shape, of_rank, grid.tp, has_own_loss=model.loss is not None)
+    grid = Grid.of(config.parallel.degrees)
+    groups = Groups(
+        tp=tp or _first_group("tp", grid.tp),
+        cp=cp or _first_group("cp", grid.cp),
+        ep=ep or _first_group("ep", grid.ep),
+    )
+    whole = whole or describe(config)
+    _check_degrees(config, whole)
+    plan = plan_stages(config, whole)
+    # From here on the model is this rank's: shard() changes its layers in place. A second model,
+    # even on meta, would separate ties, dropouts and hooks from the objects that refer to them.
+    cut, infos = shard(config, whole, groups)
+    example = whole.shapes.cast(DTYPES[config.train.dtype])
+    boundaries = _boundaries(whole, plan.stages, example, cut, grid)
     return Blueprint(
         config=config,
         grid=grid,
-        model=model,
+        model=whole.plain,
         infos=infos,
-        example=shapes.cast(dtype),
-        stages=stages,
-        schedules=schedules,
+        example=example,
+        stages=plan.stages,
+        schedules=plan.schedules,
         boundaries=boundaries,
-        layer_costs=costs,
-        running=tuple(whole.running),
-        recomputed=recomputed,
-        offloaded=offloaded,
-        metrics=whole.metrics,
+        layer_costs=plan.layer_costs,
+        running=tuple(whole.forward.running),
+        recomputed=plan.recomputed,
+        offloaded=plan.offloaded,
+        metrics=whole.forward.metrics,
         cut=cut,
     )
 
 
-def _describe(config: RunConfig, shapes: MetaMicrobatch) -> tuple[PlainModel, ModelDescription]:
+def _first_group(name: str, size: int) -> Group:
+    """Return the group of this name and size as its first rank has it, without communication."""
+    return Group(name, tuple(range(size)), 0)
+
+
+def describe(config: RunConfig) -> WholeModel:
     """Build the model and run it on meta.
 
     Raises:
         ModelError: all problems of the model and of its forward.
     """
+    shapes = MetaMicrobatch(*example(config.data, batch_numbers(config.batch).micro_batch_size))
     problems: list[ModelError] = []
     model = configured_model(config, problems)
     try:
-        described = describe_model(config, model, shapes)
+        forward = describe_model(
+            model,
+            config.model.builder,
+            shapes,
+            recompute=config.pipeline.recompute,
+            document_boundaries=config.data.document_boundaries,
+        )
     except ModelError as error:
         raise joined([*problems, *error.problems]) from error
     if problems:
         raise joined(problems)
-    return model, described
+    return WholeModel(model, shapes, forward)
 
 
-def shard(config: RunConfig, model: PlainModel, running: list[str], tp: Group, ep: Group) -> dict[str, ParameterInfo]:
-    """Apply the sharding plan and the training dtype to the model, in place; return its parameters by name.
+def _check_degrees(config: RunConfig, whole: WholeModel) -> None:
+    """Raise :class:`ModelError` for degrees that the samples or the model rule out."""
+    parallel, corpus_length = config.parallel, None
+    if config.data.builder is None:
+        corpus_length = config.data.sequence_length
+    parts = parallel.tp if parallel.sequence else 1
+    check_sequence_lengths(whole.shapes.inputs, parts, corpus_length)
+    grid, impossible = Grid.of(parallel.degrees), whole.plain.impossible
+    check_supported(config.model.builder, impossible, grid, sequence=parallel.sequence)
 
-    ``running``: buffers that forward changes.
+
+def plan_stages(config: RunConfig, whole: WholeModel) -> StagePlan:
+    """Choose what is recomputed and offloaded, draw the schedules, and cut the layers into stages
+    of similar cost.
+
+    Before the model is sharded: a stage's cost is that of its whole layers, so that every rank
+    makes the same cut.
     """
+    model = whole.plain
+    recomputed = recomputed_names(config.pipeline, model, config.model.builder)
+    offloaded = offloaded_names(config.pipeline, model)
+    schedules = draw_schedules(config.pipeline, config.parallel.pp, config.batch)
+    largest = schedules[-1]
+    check_running(
+        config.parallel,
+        config.train.dtype,
+        model,
+        whole.forward.running,
+        largest,
+        recomputed,
+    )
+    costs = model_costs(config.train, model, model.layers, whole.shapes, recomputed)
+    stages = cut_layers(config.pipeline.balance, costs, largest.num_stages, config.parallel.pp)
+    return StagePlan(schedules, stages, costs, recomputed, offloaded)
+
+
+def shard(
+    config: RunConfig, whole: WholeModel, groups: Groups
+) -> tuple[TokenCut, dict[str, ParameterInfo]]:
+    """Give the model this rank's tokens (cp), slices (tp) and experts (ep), in place,
+    and cast it to the training dtype.
+
+    Tokens first: tensor parallelism then splits this rank's share of them. Experts last: tensor
+    parallelism does not cut them, and their slices replace the whole parameters in its result.
+
+    Returns:
+        the assignment of tokens to cp ranks, and the parameters by name.
+    """
+    model, parallel, builder = whole.plain, config.parallel, config.model.builder
+    cut = share_tokens(parallel, builder, model, *whole.shapes, groups.cp)
     infos = sharding.apply(
         model.layers,
         plan=model.plan,
         tied=model.tied,
-        group=tp,
-        sequence=config.parallel.sequence,
+        group=groups.tp,
+        sequence=parallel.sequence,
         divisible=model.divisible,
         shared=model.shared_units,
     )
-    infos = experts.apply(config.model.builder, model.layers, model.plan, infos, ep, model.tied)
+    infos = experts.apply(builder, model.layers, model.plan, infos, groups.ep, model.tied)
     check_sizes(model.layers, config.train)
-    cast_model(model.layers, running, DTYPES[config.train.dtype])
-    return with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)
+    cast_model(model.layers, whole.forward.running, DTYPES[config.train.dtype])
+    infos = with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)
+    return cut, infos
+
+
+def _boundaries(
+    whole: WholeModel, stages: list[range], example: MetaMicrobatch, cut: TokenCut, grid: Grid
+) -> list[ValueSpec]:
+    """Return the spec of each stage's output to the next, by a forward of the sharded model.
+
+    Raises:
+        ModelError: its output is not this rank's part of the whole model's.
+    """
+    model = whole.plain
+    boundaries, output = describe_boundaries(model.layers, stages, example.inputs)
+    for part, full in zip(output.leaves, whole.forward.output.leaves, strict=True):
+        expected = cut.shape_of(full.shape)
+        check_output_shape(
+            model.layers, part.shape, expected, grid.tp, has_own_loss=model.loss is not None
+        )
+    return boundaries

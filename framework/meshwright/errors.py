@@ -1,8 +1,8 @@
 """Errors for users: each message has the value found, the place, the next move and a stable code.
 
-Everything a user can cause derives from :class:`UserError`; the command line prints its text alone and leaves with
-``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a traceback. ``meshwright errors`` lists
-all codes.
+Everything a user can cause derives from :class:`UserError`; the command line prints its text alone
+and leaves with ``exit_code``. Broken invariants are ``assert``: bugs of meshwright, with a
+traceback. ``meshwright errors`` lists all codes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ MAX_REASON = 2000
 
 
 class UserError(Exception):
-    """Error that a user can cause and fix: a stable code, and a message with the finding, the place and the next step.
+    """Error that a user can cause and fix: a stable code, and a message with the finding,
+    the place and the next step.
 
-    A code (``MW-ROOM-NUMBER``) is the first argument of every error, as a literal. It names one cause for good: the
-    words of the message may change, a code is never given to another cause. ``str(error)`` ends its first line with it.
+    A code (``MW-ROOM-NUMBER``) is the first argument of every error, as a literal. It names one
+    cause for good: the words of the message may change, a code is never given to another cause.
+    ``str(error)`` ends its first line with it.
     """
 
     exit_code = 2
@@ -30,12 +32,16 @@ class UserError(Exception):
 
     @property
     def problems(self) -> list[Self]:
-        """The problems that :meth:`join` put together, each with its own code; an error by itself has one."""
+        """The problems that :meth:`join` put together, each with its own code;
+        an error by itself has one.
+        """
         return [problem for problem in self.args[2:] if isinstance(problem, type(self))] or [self]
 
     @classmethod
     def join(cls, problems: Sequence[Self]) -> Self:
-        """Return one error for several problems: the code of the first, and a line or more for each."""
+        """Return one error for several problems: the code of the first,
+        and a line or more for each.
+        """
         return cls(problems[0].code, "\n".join(problem.message for problem in problems), *problems)
 
     def extended(self, text: str) -> Self:
@@ -50,7 +56,9 @@ class UserError(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type and the text of an error of the user's code, for a message; its text may fail or be endless."""
+    """Return the type and the text of an error of the user's code, for a message;
+    its text may fail or be endless.
+    """
     try:
         text = str(error)
     except BaseException as other:  # of a class of the user's
@@ -67,7 +75,9 @@ class MeshError(UserError):
 
 
 class MissingRanksError(MeshError):
-    """Ranks that did not arrive at the rendezvous in time. A later start, on other nodes, may succeed."""
+    """Ranks that did not arrive at the rendezvous in time. A later start, on other nodes,
+    may succeed.
+    """
 
     exit_code = 1
 
@@ -82,7 +92,9 @@ class ModelError(UserError):
 
 
 class CallbackError(UserError):
-    """Callback of the user that failed on some rank; the run has ended on every rank, with what was due saved."""
+    """Callback of the user that failed on some rank; the run has ended on every rank,
+    with what was due saved.
+    """
 
     exit_code = 1
 
@@ -100,7 +112,9 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint cannot be read (EIO, ESTALE). Its bytes may be sound, so that it is not skipped as damaged."""
+    """A checkpoint cannot be read (EIO, ESTALE). Its bytes may be sound,
+    so that it is not skipped as damaged.
+    """
 
 
 class LockError(UserError):
@@ -120,11 +134,15 @@ class NonFiniteError(UserError):
 
 
 class HangError(UserError):
-    """Hang: no progress on some rank for longer than ``launch.timeout_s``. Names the blocked ranks and their peers."""
+    """Hang: no progress on some rank for longer than ``launch.timeout_s``.
+    Names the blocked ranks and their peers.
+    """
 
     exit_code = 19
     linger: Callable[[], object] = staticmethod(lambda: None)
-    """Function to call between the message and the end of this process, which other ranks may need a little longer."""
+    """Function to call between the message and the end of this process,
+    which other ranks may need a little longer.
+    """
 
 
 class HangEcho(HangError):
@@ -132,13 +150,17 @@ class HangEcho(HangError):
 
 
 class DriftError(UserError):
-    """Replicas of a weight or of optimizer state that must be bitwise equal and are not. Nothing of it was saved."""
+    """Replicas of a weight or of optimizer state that must be bitwise equal and are not.
+    Nothing of it was saved.
+    """
 
     exit_code = 18
 
 
 class Preempted(UserError):
-    """Requested end of a run, after saving: the same command resumes it. Exit code 85 asks a scheduler to requeue."""
+    """Requested end of a run, after saving: the same command resumes it.
+    Exit code 85 asks a scheduler to requeue.
+    """
 
     exit_code = 85
 

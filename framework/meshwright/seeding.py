@@ -1,9 +1,11 @@
 """Seeding by name: the same random numbers in every layout, independent of rank and of call order.
 
-* Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
-* Dropout: a counter-based hash. The mask is a pure function of (seed, layer name, call number, global sample index,
-  position of the element in the sample's full activation). A rank with a shard of the heads or of the sequence
-  computes its shard of the same mask, on any device, in any order. A recomputed forward draws the same mask again.
+* Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is
+  drawn, then sliced.
+* Dropout: a counter-based hash. The mask is a pure function of (seed, layer name, call number,
+  global sample index, position of the element in the sample's full activation). A rank with a shard
+  of the heads or of the sequence computes its shard of the same mask, on any device, in any order.
+  A recomputed forward draws the same mask again.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshwright.current import CurrentMicrobatch
 from meshwright.errors import ModelError
 from meshwright.kernels import dropout
 
@@ -27,14 +29,17 @@ PRIVATE_TORCH = {
 }
 """Private names of torch, and the oldest and the newest version in which they were found."""
 
-# splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
+# splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as
+# it does in C
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """Return a 63-bit seed for a purpose, stable across processes, Python versions and machines (BLAKE2b)."""
+    """Return a 63-bit seed for a purpose, stable across processes,
+    Python versions and machines (BLAKE2b).
+    """
     text = "\x1f".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -48,7 +53,9 @@ def set_generators(value: int) -> None:
 
 @contextmanager
 def kept_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restore the generators of torch (CPU), numpy and Python after the block. ``devices``: GPUs, theirs as well."""
+    """Restore the generators of torch (CPU), numpy and Python after the block. ``devices``: GPUs,
+    theirs as well.
+    """
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=devices):
@@ -60,7 +67,9 @@ def kept_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
 
 @contextmanager
 def generators_at(value: int) -> Iterator[None]:
-    """Seed the generators of torch (CPU), numpy and Python with ``value`` in the block, then restore them."""
+    """Seed the generators of torch (CPU), numpy and Python with ``value`` in the block,
+    then restore them.
+    """
     with kept_generators():
         set_generators(value)
         yield
@@ -68,13 +77,17 @@ def generators_at(value: int) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, *names: str | int) -> Iterator[None]:
-    """Seed the generators of torch (CPU), numpy and Python for a purpose in the block, then restore them."""
+    """Seed the generators of torch (CPU), numpy and Python for a purpose in the block,
+    then restore them.
+    """
     with generators_at(derive(seed, *names)):
         yield
 
 
 def _mix(z: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser in place, int64 -> int64: each input bit changes each output bit."""
+    """Apply splitmix64's finaliser in place, int64 -> int64:
+    each input bit changes each output bit.
+    """
     z ^= (z >> 30) & 0x3FFFFFFFF  # >> keeps the sign: mask to the logical shift
     z *= MIX_1
     z ^= (z >> 27) & 0x1FFFFFFFFF
@@ -84,19 +97,10 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def drawn_bits(key: int, positions: Tensor) -> Tensor:
-    """Return 64 random bits for each position, int64: a function of the key and the position alone."""
+    """Return 64 random bits for each position, int64:
+    a function of the key and the position alone.
+    """
     return _mix(positions * GOLDEN + key)
-
-
-@dataclass
-class Draw:
-    """Sample indices of the micro-batch in the layers. The caller of forward sets them, the dropouts read them."""
-
-    sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
-    tokens: Any = None
-    """Tokens of each sample that this rank has, where samples differ, from the feed (context_parallel/cut.py)."""
-    is_recompute: bool = False
-    """True while a forward runs inside backward (recompute), or while only costs are counted."""
 
 
 class TokenPositions(Protocol):
@@ -109,11 +113,15 @@ class TokenPositions(Protocol):
         """Tokens of the sample."""
 
     def positions(self, device: torch.device, parts: int = 1) -> Tensor:
-        """Return their positions in the sample, (1 or B, n) int64; of heads, those of all ``parts`` tp ranks."""
+        """Return their positions in the sample, (1 or B, n) int64; of heads,
+        those of all ``parts`` tp ranks.
+        """
 
 
 NUM_KEYS = 16
-"""Keys that a dropout prepares at the start, one per call in a forward. More are made when needed."""
+"""Keys that a dropout prepares at the start, one per call in a forward.
+More are made when needed.
+"""
 
 
 def key_of(seed: int, name: str, call: int = 0) -> int:
@@ -136,8 +144,10 @@ def keep_mask(
         p: fraction of elements dropped.
         key: () int64 of :func:`key_of`. ``golden``: () int64, GOLDEN.
         sample_indices: (B,) int64, global.
-        shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation that is local.
-        cut: (dim of the tokens, their positions), where a rank has some of the tokens; ``shard`` is a slice of these.
+        shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation
+            that is local.
+        cut: (dim of the tokens, their positions), where a rank has some of the tokens; ``shard`` is
+            a slice of these.
     """
     device = sample_indices.device
     whole = list(shape)
@@ -149,7 +159,8 @@ def keep_mask(
     position = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in range(len(shape) - 1, 0, -1):
-        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)[None]  # of all samples, or of each
+        # of all samples, or of each
+        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)[None]
         if cut is not None and cut[0] == dim:
             positions = cut[1].positions(device, _parts(shard, dim))
             along, whole[dim] = positions[:, start[dim] : start[dim] + shape[dim]], cut[1].length
@@ -181,28 +192,32 @@ HOOKS = (
 
 
 class SeededDropout(nn.Module):
-    """nn.Dropout whose mask is a function of (seed, layer name, call, sample, element). Identity in eval mode.
+    """nn.Dropout whose mask is a function of (seed, layer name, call, sample, element).
+    Identity in eval mode.
 
-    ``num_calls`` counts the calls in the forward of one micro-batch; :func:`restart_calls` begins the next one.
+    ``num_calls`` counts the calls in the forward of one micro-batch; :func:`restart_calls` begins
+    the next one.
 
-    ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the whole activation.
-    ``cut = (dim, positions)``: of the rank's tokens of it, at these positions along ``dim``.
+    ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the
+    whole activation. ``cut = (dim, positions)``: of the rank's tokens of it, at these positions
+    along ``dim``.
     """
 
     keys: Tensor
     golden: Tensor
 
-    def __init__(self, p: float, seed: int, name: str, draw: Draw) -> None:
+    def __init__(self, p: float, seed: int, name: str, current: CurrentMicrobatch) -> None:
         super().__init__()
         self.p = p
         self.seed = seed
         self.num_calls = 0
         self.name = name
-        self.draw = draw
+        self.current = current
         self.shard: tuple[int, int, int] | None = None
         self.cut: tuple[int, TokenPositions] | None = None
-        # In memory and not in the code: compiled layers then share one graph, whatever their names, and the compiler
-        # does not try to work out indices times GOLDEN exactly, which no 64-bit integer holds.
+        # In memory and not in the code: compiled layers then share one graph, whatever their names,
+        # and the compiler does not try to work out indices times GOLDEN exactly, which no 64-bit
+        # integer holds.
         keys = [key_of(seed, name, call) for call in range(NUM_KEYS)]
         self.register_buffer("keys", torch.tensor(keys, device="cpu"), persistent=False)
         self.register_buffer("golden", torch.tensor(GOLDEN, device="cpu"), persistent=False)
@@ -216,7 +231,9 @@ class SeededDropout(nn.Module):
         return f"p={self.p}, name={self.name!r}, shard={self.shard}"
 
     def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return the mask of the next call, bool (B, ...) in the input's local shape; True: kept."""
+        """Return the mask of the next call, bool (B, ...) in the input's local shape; True:
+        kept.
+        """
         samples, key = self._next(shape, device)
         if self.cut is not None:
             self._check_tokens(shape, *self.cut)
@@ -224,29 +241,33 @@ class SeededDropout(nn.Module):
 
     def _next(self, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sample indices, (B,) int64, and the key of the next call, () int64."""
-        sample_indices = self.draw.sample_indices
+        sample_indices = self.current.sample_indices
         assert sample_indices is not None, self.name
         if not shape or sample_indices.shape[0] != shape[0]:
             raise ModelError(
                 "MW-MODEL-056",
-                f"dropout {self.name} acts on {tuple(shape)}, and the micro-batch has {sample_indices.shape[0]} "
-                f"samples: masks are drawn by sample, so that dim 0 of its input must be the samples. Apply it before "
-                f"samples are merged with another dim, or split them again: dropout(x.view(B, -1, D)).view(x.shape)",
+                f"dropout {self.name} acts on {tuple(shape)}, and the micro-batch has"
+                f" {sample_indices.shape[0]} samples: masks are drawn by sample, so that dim 0 of"
+                " its input must be the samples. Apply it before samples are merged with another"
+                " dim, or split them again: dropout(x.view(B, -1, D)).view(x.shape)",
             )
         if self.num_calls >= self.keys.shape[0]:
             self._add_keys()
         return sample_indices.to(device), self.keys[self.num_calls]
 
     def _check_tokens(self, shape: torch.Size, dim: int, tokens: TokenPositions) -> None:
-        """Raise :class:`ModelError` for an input whose dim of tokens is not where the plan has it."""
+        """Raise :class:`ModelError` for an input whose dim of tokens is not
+        where the plan has it.
+        """
         parts = _parts(self.shard, dim)
         share = tokens.positions(torch.device("cpu"), parts).shape[1]
         if len(shape) <= dim or shape[dim] * parts != share:
             raise ModelError(
                 "MW-CP-005",
-                f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim {dim} of it has the "
-                f"rank's {share} {tokens.unit} of {tokens.length}: give the module its kind in the "
-                f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
+                f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim"
+                f" {dim} of it has the rank's {share} {tokens.unit} of {tokens.length}: give the"
+                " module its kind in the sharding_plan (heads for the probabilities of an"
+                " attention), or use parallel.cp = 1",
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -257,17 +278,22 @@ class SeededDropout(nn.Module):
         self.keys = torch.cat([self.keys, torch.tensor(more, device=self.keys.device)])
 
     def forward(self, x: Tensor) -> Tensor:
-        outline = x.is_meta and self.draw.sample_indices is None  # only shapes matter; there are no samples
+        # only shapes matter; there are no samples
+        outline = x.is_meta and self.current.sample_indices is None
         if not self.training or self.p == 0.0 or outline:
             return x
         if self.p >= 1.0:
             return torch.zeros_like(x)
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1 and not self.draw.is_recompute:
+        if (
+            not torch.compiler.is_compiling()
+            and torch._C._current_graph_task_id() != -1
+            and not self.current.is_recompute
+        ):
             raise ModelError(
                 "MW-RUN-031",
-                f"dropout {self.name} runs inside backward: a layer that computes itself again "
-                f"(torch.utils.checkpoint) would drop other elements than in its first forward. Use "
-                f"pipeline.recompute for the layer instead (docs/recompute.md), or p = 0",
+                f"dropout {self.name} runs inside backward: a layer that computes itself again"
+                " (torch.utils.checkpoint) would drop other elements than in its first forward."
+                " Use pipeline.recompute for the layer instead (docs/recompute.md), or p = 0",
             )
         if self.cut is None and dropout.takes(x):
             dropped = dropout.drop_elements(x, *self._next(x.shape, x.device), self.p, self.shard)
@@ -288,14 +314,18 @@ def restart_calls(dropouts: Sequence[SeededDropout]) -> None:
         each.num_calls = 0
 
 
-def seed_dropouts(model: nn.Module, seed: int) -> Draw:
-    """Replace each nn.Dropout of the model (in place) by a :class:`SeededDropout` under its name; return their Draw."""
-    draw = Draw()
+def seed_dropouts(model: nn.Module, seed: int) -> CurrentMicrobatch:
+    """Replace each nn.Dropout of the model (in place) by a :class:`SeededDropout` under its name;
+    return their current micro-batch.
+    """
+    current = CurrentMicrobatch()
     for name, module in list(model.named_modules(remove_duplicate=False)):
         for child_name, child in list(module._modules.items()):
             if type(child) is nn.Dropout:
                 full_name = f"{name}.{child_name}" if name else child_name
-                seeded_dropout = SeededDropout(child.p, seed, full_name, draw).train(child.training)
+                seeded_dropout = SeededDropout(child.p, seed, full_name, current).train(
+                    child.training
+                )
                 vars(seeded_dropout).update({kind: vars(child)[kind] for kind in HOOKS})
                 setattr(module, child_name, seeded_dropout)
-    return draw
+    return current

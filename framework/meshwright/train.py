@@ -3,8 +3,8 @@
     for each step     before_step of every observer, take_step, after_step of every observer
     at the end        after_training of every observer, or on_error
 
-Observers run between steps: validation, records, checks, checkpoints. :func:`meshwright_launch.work.observe` lists
-those of a run in their order.
+Observers run between steps: validation, records, checks, checkpoints.
+:func:`meshwright_launch.work.observe` lists those of a run in their order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from meshwright.step import take_step
 
 
 def train(parts: Parts, observers: Sequence[Observer]) -> None:
-    """Step until ``train.steps``; call the observers in order, before and after each step. Every rank calls it.
+    """Step until ``train.steps``; call the observers in order, before and after each step.
+    Every rank calls it.
 
     Raises:
-        Preempted: on every rank, after the step in which a signal was seen, once its checkpoint is saved.
+        Preempted: on every rank, after the step in which a signal was seen, once its checkpoint is
+            saved.
         NonFiniteError: on every rank, from a step that was not taken.
-        DriftError: on every rank, when copies that must be equal differ; no checkpoint of them is written.
-        RunFilesError: on every rank, when the run's directory belongs to another run, or cannot be made again.
+        DriftError: on every rank, when copies that must be equal differ; no checkpoint of them is
+            written.
+        RunFilesError: on every rank, when the run's directory belongs to another run, or cannot be
+            made again.
     """
     first_step = parts.state.step + 1
     try:
@@ -45,8 +49,8 @@ def train(parts: Parts, observers: Sequence[Observer]) -> None:
 
 
 def _event(parts: Parts, stats: StepStats, step_s: float, first_step: int) -> StepEvent:
-    step = parts.state.step
-    is_last = step == parts.config.train.steps
+    step, last = parts.state.step, parts.config.train.steps
+    is_last = step == last
     is_stopping = bool({STOP, ENOUGH} & stats.flags) and not is_last
     return StepEvent(
         stats,
@@ -54,6 +58,6 @@ def _event(parts: Parts, stats: StepStats, step_s: float, first_step: int) -> St
         is_first=step == first_step,
         is_last=is_last,
         is_stopping=is_stopping,
-        is_saving=is_saved(parts.config, step, stats.flags),
+        is_saving=is_saved(step, stats.flags, every=parts.config.checkpoint.every, last=last),
         metrics=model_metrics(stats.metrics),
     )

@@ -1,1 +1,3 @@
-"""Entry points of a run: the command line, the start of ranks, and the rank pool for tests and ``verify``."""
+"""Entry points of a run: the command line, the start of ranks,
+and the rank pool for tests and ``verify``.
+"""

@@ -1,6 +1,8 @@
-"""Entry point of ``python -m meshwright_launch``: the same program as ``meshwright``, with the same import path.
+"""Entry point of ``python -m meshwright_launch``: the same program as ``meshwright``,
+with the same import path.
 
-``-m`` puts the working directory first on ``sys.path``. It is removed, so that a local ``random.py`` hides no module.
+``-m`` puts the working directory first on ``sys.path``. It is removed, so that a local
+``random.py`` hides no module.
 """
 
 import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from meshwright.terminal.output import put
 def list_checkpoints(options: argparse.Namespace, _: list[str]) -> int:
     """Print a table of a run's checkpoints, oldest first, and the other directories beside them."""
     run: Path = options.place
-    if is_checkpoint(run) and run.absolute().parent == checkpoints_directory(run.absolute().parents[1]):
+    if is_checkpoint(run) and run.absolute().parent == checkpoints_directory(
+        run.absolute().parents[1]
+    ):
         run = run.absolute().parents[1]
     rows = [("step", "samples seen", "saved on", "tensors", "files", "size", "")]
     candidates = _find_all(run)
@@ -29,16 +30,32 @@ def list_checkpoints(options: argparse.Namespace, _: list[str]) -> int:
         try:
             manifest = open_checkpoint(candidate.path).manifest
         except CheckpointError as error:
-            rows.append((str(candidate.step), "", "", "", "", "", f"DAMAGED: {str(error).splitlines()[0]}"))
+            rows.append(
+                (str(candidate.step), "", "", "", "", "", f"DAMAGED: {str(error).splitlines()[0]}")
+            )
             continue
         sizes = [file.size for file in manifest.files.values()]
         numbers = f"{len(manifest.tensors):,}", f"{len(sizes):,}", format_size(sum(sizes))
-        rows.append((str(candidate.step), f"{manifest.samples_seen:,}", layout(manifest.config), *numbers, ""))
+        rows.append(
+            (
+                str(candidate.step),
+                f"{manifest.samples_seen:,}",
+                layout(manifest.config),
+                *numbers,
+                "",
+            )
+        )
     lines = format_table(rows, ">><>>><")
     listed = {candidate.path.name for candidate in candidates}
     directory = checkpoints_directory(run)
-    for name in sorted(path.name for path in directory.iterdir() if path.is_dir() and path.name not in listed):
-        what = "a save in progress, or one that died" if name.startswith(".tmp-") else "not a checkpoint"
+    for name in sorted(
+        path.name for path in directory.iterdir() if path.is_dir() and path.name not in listed
+    ):
+        what = (
+            "a save in progress, or one that died"
+            if name.startswith(".tmp-")
+            else "not a checkpoint"
+        )
         lines.append(f"{directory / name}: {what}")
     put("\n".join(lines))
     return 0
@@ -56,7 +73,10 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
             open_checkpoint(candidate.path).verify()
         except CheckpointError as error:
             is_damaged = True
-            lines = [f"{candidate.path}: DAMAGED", *(f"  {line}" for line in str(error).splitlines())]
+            lines = [
+                f"{candidate.path}: DAMAGED",
+                *(f"  {line}" for line in str(error).splitlines()),
+            ]
         put("\n".join(lines), flush=True)
     return 1 if is_damaged else 0
 
@@ -64,7 +84,11 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
 def show(options: argparse.Namespace, _: list[str]) -> int:
     """Print the metadata and the tensors of a checkpoint, or the pieces of one parameter."""
     checkpoint = open_checkpoint(find_checkpoint(options.place, options.step).path)
-    put(_describe(checkpoint) if options.tensor is None else _describe_pieces(checkpoint, options.tensor))
+    put(
+        _describe(checkpoint)
+        if options.tensor is None
+        else _describe_pieces(checkpoint, options.tensor)
+    )
     return 0
 
 
@@ -75,11 +99,16 @@ def find_checkpoint(place: Path, step: int | None) -> Candidate:
         CheckpointError: there is no such checkpoint.
     """
     if is_checkpoint(place):
-        found = [candidate for candidate in find(place.parent.parent) if candidate.path.name == place.name]
+        found = [
+            candidate
+            for candidate in find(place.parent.parent)
+            if candidate.path.name == place.name
+        ]
         chosen = found[0] if found else Candidate(open_checkpoint(place).manifest.step, place)
         if step is not None and step != chosen.step:
             raise CheckpointError(
-                "MW-LAUNCH-001", f"{place} is the checkpoint of step {chosen.step}, not of --step {step}"
+                "MW-LAUNCH-001",
+                f"{place} is the checkpoint of step {chosen.step}, not of --step {step}",
             )
         return chosen
     candidates = _find_all(place)
@@ -89,7 +118,9 @@ def find_checkpoint(place: Path, step: int | None) -> Candidate:
         if candidate.step == step:
             return candidate
     steps = ", ".join(str(candidate.step) for candidate in reversed(candidates))
-    raise CheckpointError("MW-LAUNCH-002", f"{place} has no checkpoint of step {step}; it has those of steps {steps}")
+    raise CheckpointError(
+        "MW-LAUNCH-002", f"{place} has no checkpoint of step {step}; it has those of steps {steps}"
+    )
 
 
 def _find_all(run: Path) -> list[Candidate]:
@@ -98,7 +129,9 @@ def _find_all(run: Path) -> list[Candidate]:
     if not candidates:
         what = "has no checkpoint yet" if run.is_dir() else "is no directory"
         raise CheckpointError(
-            "MW-LAUNCH-003", f"{run} {what}: give a run directory, such as runs/demo, or one of its checkpoints/step-*"
+            "MW-LAUNCH-003",
+            f"{run} {what}: give a run directory, such as runs/demo, or one of its"
+            " checkpoints/step-*",
         )
     return candidates
 
@@ -108,7 +141,11 @@ def _describe(checkpoint: CheckpointReader) -> str:
     manifest = checkpoint.manifest
     kinds = Counter(name.partition("/")[0] for name in manifest.tensors)
     of_kind = {
-        kind: sum(size_of(entry) for name, entry in manifest.tensors.items() if name.startswith(f"{kind}/"))
+        kind: sum(
+            size_of(entry)
+            for name, entry in manifest.tensors.items()
+            if name.startswith(f"{kind}/")
+        )
         for kind in kinds
     }
     lines = [
@@ -118,13 +155,27 @@ def _describe(checkpoint: CheckpointReader) -> str:
         f"seed          {manifest.seed}",
         f"saved on      {layout(manifest.config)}",
         f"model         {manifest.config.get('model', {}).get('builder', '?')}",
-        *(f"data          {name} {digest[:16]}" for name, digest in sorted(manifest.data_fingerprint.items())),
-        f"versions      {', '.join(f'{name} {version}' for name, version in sorted(manifest.versions.items()))}",
-        *(f"{kind:<13} {number:,} tensors, {format_size(of_kind[kind])}" for kind, number in kinds.items()),
+        *(
+            f"data          {name} {digest[:16]}"
+            for name, digest in sorted(manifest.data_fingerprint.items())
+        ),
+        (
+            "versions     "
+            f" {', '.join(f'{name} {version}' for name, version in sorted(manifest.versions.items()))}"
+        ),
+        *(
+            f"{kind:<13} {number:,} tensors, {format_size(of_kind[kind])}"
+            for kind, number in kinds.items()
+        ),
         "",
     ]
     rows = [
-        (name, str(entry.dtype), _shape(entry), f"{len(entry.pieces)} pieces" if entry.pieces[1:] else "")
+        (
+            name,
+            str(entry.dtype),
+            _shape(entry),
+            f"{len(entry.pieces)} pieces" if entry.pieces[1:] else "",
+        )
         for name, entry in manifest.tensors.items()
     ]
     return "\n".join([*lines, *(format_table(rows, "<<<<") if rows else [])])
@@ -136,7 +187,10 @@ def _describe_pieces(checkpoint: CheckpointReader, name: str) -> str:
     found = [key for key in tensors if name in (key, key.partition("/")[2])]
     if not found:
         near = ", ".join(sorted({key.partition("/")[2] for key in tensors})[:4])
-        raise CheckpointError("MW-LAUNCH-004", f"{checkpoint.path} has no tensor {name!r}; it has those of {near}, ...")
+        raise CheckpointError(
+            "MW-LAUNCH-004",
+            f"{checkpoint.path} has no tensor {name!r}; it has those of {near}, ...",
+        )
     lines = []
     for key in found:
         entry = tensors[key]
@@ -145,18 +199,6 @@ def _describe_pieces(checkpoint: CheckpointReader, name: str) -> str:
             box = ", ".join(f"{o}:{o + n}" for o, n in zip(piece.offset, piece.shape, strict=True))
             lines.append(f"  [{box}]  {piece.file}")
     return "\n".join(lines)
-
-
-def table_of_files(sizes: Mapping[str, int], most: int | None = None) -> list[str]:
-    """Return the lines of a table of files with their sizes in bytes, and a line with their number and total.
-
-    ``most``: largest number of files that are all listed; of more, the middle ones are left out.
-    """
-    rows = [(f"  {name}", format_size(size)) for name, size in sizes.items()]
-    if most is not None and len(rows) > most:
-        rows = [*rows[:4], (f"  ... {len(rows) - 6:,} more", ""), *rows[-2:]]
-    total = f"{len(sizes):,} file{'s' * (len(sizes) != 1)}, {format_size(sum(sizes.values()))}"
-    return [*format_table(rows, "<>"), total]
 
 
 def _shape(entry: TensorEntry) -> str:
@@ -169,11 +211,18 @@ def size_of(entry: TensorEntry) -> int:
 
 
 def layout(config: dict[str, Any]) -> str:
-    """Return the layout of a saved configuration, such as ``dp2 x pp2 x tp2, 1f1b``; any other layout can load it."""
+    """Return the layout of a saved configuration, such as ``dp2 x pp2 x tp2, 1f1b``;
+    any other layout can load it.
+    """
     parallel, pipeline = config.get("parallel", {}), config.get("pipeline", {})
     degrees = " x ".join(
         f"{axis}{parallel[axis]}"
-        for axis in ("dp", "pp", "tp", *(axis for axis in ("cp", "ep") if parallel.get(axis, 1) != 1))
+        for axis in (
+            "dp",
+            "pp",
+            "tp",
+            *(axis for axis in ("cp", "ep") if parallel.get(axis, 1) != 1),
+        )
         if axis in parallel
     )
     return ", ".join(filter(None, [degrees, str(pipeline.get("schedule", ""))])) or "?"

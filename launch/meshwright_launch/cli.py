@@ -1,4 +1,6 @@
-"""Entry point of the command line. A UserError prints one message to stderr and exits with its code; Ctrl-C: 130."""
+"""Entry point of the command line. A UserError prints one message to stderr and exits
+with its code; Ctrl-C: 130.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ UNUSABLE_PATH = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors that the user can cause are printed, not raised."""
+    """Run one command and return its exit code; errors that the user can cause are printed,
+    not raised.
+    """
     _open_standard_streams()
     given = sys.argv[1:] if argv is None else argv
     words, overrides = split_overrides(given)
@@ -36,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_word(word)
         options, unknown = parser.parse_known_args(words)
         if unknown and options.takes_overrides and unknown[0].startswith("--"):
-            overrides += unknown  # no section, or another framework's name: the configuration's error has a hint
+            # no section, or another framework's name: the configuration's error has a hint
+            overrides += unknown
         elif unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         overrides = [text(word) for word in overrides]
@@ -61,14 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNUSABLE_PATH or error.filename is None:
             raise
-        problem = f"{str(error.filename)[:300]}: {error.strerror}: give another path, or have its owner grant access"
+        problem = (
+            f"{str(error.filename)[:300]}: {error.strerror}: give another path, or have its owner"
+            " grant access"
+        )
         return print_error(UserError("MW-LAUNCH-093", problem), UserError.exit_code)
     except UnicodeEncodeError as error:  # a file name
         if sys.getfilesystemencoding() == "utf-8":
             raise
         problem = (
-            f"{error.object[:200]!r} cannot be a file name here, where the locale's encoding is {error.encoding}: set "
-            f"LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+            f"{error.object[:200]!r} cannot be a file name here, where the locale's encoding is"
+            f" {error.encoding}: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
         )
         return print_error(UserError("MW-LAUNCH-104", problem), UserError.exit_code)
     except KeyboardInterrupt:
@@ -76,21 +84,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_word(word: str) -> None:
-    """Check that a word of the command line can be a path, and is no longer than the kernel passes to a process.
+    """Check that a word of the command line can be a path,
+    and is no longer than the kernel passes to a process.
 
     Raises:
         ArgumentTypeError: it has a NUL character, or too many characters.
     """
     if "\0" in word:
-        raise argparse.ArgumentTypeError(f"{shortened(word, 80)!r} has a NUL character: leave it out")
+        raise argparse.ArgumentTypeError(
+            f"{shortened(word, 80)!r} has a NUL character: leave it out"
+        )
     if len(word) > MAX_WORD_CHARS:
-        raise argparse.ArgumentTypeError(f"{shortened(word, 80)!r}: a word has at most {MAX_WORD_CHARS:,} characters")
+        raise argparse.ArgumentTypeError(
+            f"{shortened(word, 80)!r}: a word has at most {MAX_WORD_CHARS:,} characters"
+        )
 
 
 def _open_standard_streams() -> None:
     """Open /dev/null for each closed standard stream (`>&-`), and let the streams print any text.
 
-    Otherwise the next pipe to be opened gets the free descriptor, and receives the output of ranks and libraries.
+    Otherwise the next pipe to be opened gets the free descriptor, and receives the output of ranks
+    and libraries.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -102,7 +116,9 @@ def _open_standard_streams() -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into words for argparse and overrides: ``--section.key=value``, ``--section.key value``."""
+    """Split a command line into words for argparse and overrides: ``--section.key=value``,
+    ``--section.key value``.
+    """
     words: list[str] = []
     overrides: list[str] = []
     rest = list(argv)
@@ -114,13 +130,20 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         overrides.append(word)
-        if "=" not in word and rest and not rest[0].startswith("--") and not _ends_before(word, rest[0]):
+        if (
+            "=" not in word
+            and rest
+            and not rest[0].startswith("--")
+            and not _ends_before(word, rest[0])
+        ):
             overrides.append(rest.pop(0))
     return words, overrides
 
 
 def _ends_before(word: str, following: str) -> bool:
-    """Return whether an override is a flag without a value, and the word after it the configuration's file."""
+    """Return whether an override is a flag without a value,
+    and the word after it the configuration's file.
+    """
     if not following.endswith(".toml"):
         return False
     from meshwright.config.keys import KEYS, accepts_type

@@ -1,7 +1,9 @@
-"""Command ``meshwright completion``: scripts for bash, zsh and fish, from the parser and the configuration's schema.
+"""Command ``meshwright completion``: scripts for bash, zsh and fish,
+from the parser and the configuration's schema.
 
-The scripts (``templates/completion.*.j2``) contain all words, so ``meshwright`` is not run while the user types. They
-are generated at each start of a shell (``eval "$(meshwright completion bash)"``), so they are never out of date.
+The scripts (``templates/completion.*.j2``) contain all words, so ``meshwright`` is not run while
+the user types. They are generated at each start of a shell (``eval "$(meshwright completion
+bash)"``), so they are never out of date.
 
     before the cursor                          completions
     some commands (a position)                 subcommands, or files, folders or choices for the argument
@@ -39,7 +41,9 @@ class Option(NamedTuple):
     name: str
     help: str
     values: str | None
-    """Words separated by spaces, :data:`FILES`, :data:`FOLDERS`, "" for unknown values, or None for no value."""
+    """Words separated by spaces, :data:`FILES`, :data:`FOLDERS`, "" for unknown values,
+    or None for no value.
+    """
 
 
 class CommandPosition(NamedTuple):
@@ -67,10 +71,16 @@ def walk_positions(parser: argparse.ArgumentParser, words: str = "") -> Iterator
             below = dict(action.choices)
         elif action.option_strings:
             values = None if action.nargs == 0 else _values(action)
-            options += [Option(name, _plain(action.help), values) for name in action.option_strings if name[:2] == "--"]
+            options += [
+                Option(name, _plain(action.help), values)
+                for name in action.option_strings
+                if name[:2] == "--"
+            ]
         else:
             argument = argument or _values(action)
-    yield CommandPosition(words, children, options, argument, bool(parser.get_default("takes_overrides")))
+    yield CommandPosition(
+        words, children, options, argument, bool(parser.get_default("takes_overrides"))
+    )
     for name, inner in below.items():
         yield from walk_positions(inner, f"{words} {name}".strip())
 
@@ -94,7 +104,10 @@ def keys() -> list[Option]:
     for key, field in KEYS.items():
         numbers = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         allowed = describe_allowed(key)
-        is_path = key == ("run", "directory") or re.search(r"path|folder|file", allowed + key[1]) is not None
+        is_path = (
+            key == ("run", "directory")
+            or re.search(r"path|folder|file", allowed + key[1]) is not None
+        )
         words = " ".join(choices(key) or map(str, numbers)) or (FILES if is_path else "")
         options.append(Option(f"--{'.'.join(key)}", _plain(allowed), words))
     return options

@@ -1,4 +1,6 @@
-"""Command ``meshwright config show``: a resolved configuration with the origin of each value. No torch."""
+"""Command ``meshwright config show``: a resolved configuration with the origin of each value.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from meshwright.terminal.output import put
 
 
 def show(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the configuration as TOML, resolved for ``--ranks`` ranks, with the origin of each value.
+    """Print the configuration as TOML, resolved for ``--ranks`` ranks,
+    with the origin of each value.
 
     Raises:
         ConfigError: the values do not fit together.
@@ -39,7 +42,11 @@ def show(options: argparse.Namespace, overrides: list[str]) -> int:
         ]
         if rows:
             width = min(max(len(text) for text, _ in rows), 60)
-            lines += [f"[{section}]", *(f"{text:<{width}}  # {source}" for text, source in rows), ""]
+            lines += [
+                f"[{section}]",
+                *(f"{text:<{width}}  # {source}" for text, source in rows),
+                "",
+            ]
     put("\n".join(lines).rstrip())
     return 0
 
@@ -47,13 +54,16 @@ def show(options: argparse.Namespace, overrides: list[str]) -> int:
 def _rows(
     section: str, table: dict[str, Any], loaded: dict[str, Any], origin: Callable[..., str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (key below the section, value, origin) of every value that is set; tables are split into their keys.
+    """Yield (key below the section, value, origin) of every value that is set;
+    tables are split into their keys.
 
     ``table``, ``loaded``: the section after and before the configuration was resolved.
     """
     for name, value in table.items():
         if isinstance(value, dict) and value:
-            yield from ((f"{name}.{key}", inner, origin(section, name, key)) for key, inner in value.items())
+            yield from (
+                (f"{name}.{key}", inner, origin(section, name, key)) for key, inner in value.items()
+            )
         elif value is not None:
             derived = value != loaded[name]
             yield name, value, "follows from the others" if derived else origin(section, name)

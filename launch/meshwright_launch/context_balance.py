@@ -1,4 +1,6 @@
-"""Balance of attention over context-parallel ranks in the first micro-batches of a run, from their documents."""
+"""Balance of attention over context-parallel ranks in the first micro-batches of a run,
+from their documents.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,31 @@ MOST_SAMPLES = 8
 
 
 def describe_balance(parts: Parts) -> str:
-    """Return the imbalance of each order of tokens, in a line; empty without context parallelism or documents.
+    """Return the imbalance of each order of tokens, in a line;
+    empty without context parallelism or documents.
 
-    Reads samples of this rank's next step from a corpus. No communication. Ignores the sliding window of a model.
+    Reads samples of this rank's next step from a corpus. No communication. Ignores the sliding
+    window of a model.
     """
     cut, config = parts.blueprint.cut, parts.config
-    if cut.group.size == 1 or not config.data.document_boundaries or not causal_corpora(parts.source):
+    if (
+        cut.group.size == 1
+        or not config.data.document_boundaries
+        or not causal_corpora(parts.source)
+    ):
         return ""
-    feed, size = StepFeed(parts, parts.source, parts.state.samples_seen), config.batch.micro_batch_size or 1
+    feed, size = (
+        StepFeed(parts, parts.source, parts.state.samples_seen),
+        config.batch.micro_batch_size or 1,
+    )
     number = max(1, min(parts.executor.schedule.chunks, MOST_SAMPLES // size))
     batches = [list(parts.source.read(feed.indices(m))[0][STARTS].numpy()) for m in range(number)]
     orders = sorted(ORDERS, key=lambda order: order != cut.order)  # the run's own first
     found = {order: batch_imbalance(order, cut.group.size, batches) for order in orders}
-    others = ", ".join(f"{order} {uneven:.1%}" for order, uneven in found.items() if order != cut.order)
+    others = ", ".join(
+        f"{order} {uneven:.1%}" for order, uneven in found.items() if order != cut.order
+    )
     return (
-        f"context    next {number * size} samples, {cut.order}: the busiest rank sees {found[cut.order]:.1%} more keys "
-        f"of their documents than the mean ({others})"
+        f"context    next {number * size} samples, {cut.order}: the busiest rank sees"
+        f" {found[cut.order]:.1%} more keys of their documents than the mean ({others})"
     )

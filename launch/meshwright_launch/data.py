@@ -54,14 +54,17 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _keys_of(options: argparse.Namespace) -> list[str]:
-    """Return the keys of texts, prompts and responses. Raises ConfigError: one is given that the format has not."""
+    """Return the keys of texts, prompts and responses. Raises ConfigError:
+    one is given that the format has not.
+    """
     keys = list[str]()
     for name, form in (("text", "text"), ("prompt", "pairs"), ("response", "pairs")):
         key = getattr(options, f"{name}_key")
         if key is not None and options.format != form:
             raise ConfigError(
                 "MW-LAUNCH-099",
-                f"--{name}-key {key} has no effect with --format {options.format}: it is for --format {form}",
+                f"--{name}-key {key} has no effect with --format {options.format}: it is for"
+                f" --format {form}",
             )
         keys.append(name if key is None else key)
     return keys
@@ -72,7 +75,11 @@ def prepare_stdlib(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.data import prepare as data
 
     share = options.validation_share
-    put(data.prepare_stdlib(options.out, options.vocab_size, share, replace=options.replace, say=tell))
+    put(
+        data.prepare_stdlib(
+            options.out, options.vocab_size, share, replace=options.replace, say=tell
+        )
+    )
     return 0
 
 
@@ -94,7 +101,9 @@ def prepare_files(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def show(options: argparse.Namespace, _: list[str]) -> int:
-    """Print samples of each split of a corpus as text; of a configuration, its data stages and their corpora."""
+    """Print samples of each split of a corpus as text; of a configuration,
+    its data stages and their corpora.
+    """
     from meshwright.data import prepare as data
 
     if options.place.suffix == ".toml":
@@ -111,22 +120,27 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _show_stages(options: argparse.Namespace) -> int:
-    """Print the stages of a configuration with the share of each corpus, then samples of each corpus."""
-    from meshwright.config import default_world_size, load, resolve, samples_after
+    """Print the stages of a configuration with the share of each corpus,
+    then samples of each corpus.
+    """
+    from meshwright.config import load, resolve, samples_after
     from meshwright.data import prepare as data
     from meshwright.data.sources import causal_corpora, describe_source, open_sources
     from meshwright.run.trust import check_file
 
     check_file(str(options.place), trust_code=options.trust_code)
-    config = load(options.place)
-    config = resolve(config, default_world_size(config, 0))
+    config = resolve(load(options.place))
     source, _ = open_sources(config)
     put(describe_source(source, samples_after(config.batch, config.train.steps)))
     for corpus in causal_corpora(source):
         put()
-        tokenizer = options.tokenizer or config.data.tokenizer or corpus.prefix.with_name("tokenizer.json")
+        tokenizer = (
+            options.tokenizer or config.data.tokenizer or corpus.prefix.with_name("tokenizer.json")
+        )
         context = data.ContextReport(
-            options.cp if options.cp > 1 else config.parallel.cp, options.cp_order, config.data.document_boundaries
+            options.cp if options.cp > 1 else config.parallel.cp,
+            options.cp_order,
+            config.data.document_boundaries,
         )
         length = options.sequence_length or config.data.sequence_length
         packing = options.packing or config.data.packing
@@ -135,7 +149,9 @@ def _show_stages(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace, _: list[str]) -> int:
-    """Compare every byte of prepared corpora with their fingerprint; return 1 if a file differs, else 0."""
+    """Compare every byte of prepared corpora with their fingerprint; return 1 if a file differs,
+    else 0.
+    """
     from meshwright.data import fingerprint
 
     folder: Path = options.place
@@ -143,8 +159,8 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
     if expected is None:
         raise DataError(
             "MW-LAUNCH-013",
-            f"{folder} has no {fingerprint.FILE_NAME}, which holds the hashes of its files: name a folder that "
-            f"`meshwright data prepare` has written",
+            f"{folder} has no {fingerprint.FILE_NAME}, which holds the hashes of its files: name a"
+            " folder that `meshwright data prepare` has written",
         )
     damaged = fingerprint.damaged_files(folder, expected)
     for name in expected.files:
@@ -201,14 +217,20 @@ class PreparationProgress:
             self.bar = Bar(*columns, console=self.console, expand=True, refresh_per_second=4)
             self.bar.add_task("", total=max(now.total_bytes, 1), numbers="")
             self.bar.start()
-        self.bar.update(self.bar.task_ids[0], completed=now.source_bytes, numbers="  ".join(self._numbers(now, at_s)))
+        self.bar.update(
+            self.bar.task_ids[0],
+            completed=now.source_bytes,
+            numbers="  ".join(self._numbers(now, at_s)),
+        )
 
     def _numbers(self, now: Progress, at_s: float) -> list[str]:
         assert self.first is not None
         passed_s = max(at_s - self.started_s, 1e-9)
         bytes_per_s = (now.source_bytes - self.first.source_bytes) / passed_s
         tokens_per_s = (now.tokens - self.first.tokens) / passed_s
-        left_s = (now.total_bytes - now.source_bytes) / bytes_per_s if bytes_per_s > 0 else float("inf")
+        left_s = (
+            (now.total_bytes - now.source_bytes) / bytes_per_s if bytes_per_s > 0 else float("inf")
+        )
         return [
             f"{format_count(now.documents)} documents",
             f"{format_count(now.tokens)} tokens",

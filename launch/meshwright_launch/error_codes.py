@@ -1,6 +1,8 @@
-"""Error codes of the installed packages, read from their source: code, class, exit code, message, place. No torch.
+"""Error codes of the installed packages, read from their source: code, class, exit code, message,
+place. No torch.
 
-Errors are not registered anywhere: a code is the literal first argument of the call that creates the error.
+Errors are not registered anywhere: a code is the literal first argument of the call that creates
+the error.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from meshwright.system.packages import entries_of
 from meshwright_launch.arguments.registered import GROUP
 
 CODE = re.compile(r"MW-([A-Z]+)-(\d{3})")
+CONFIG_ROWS = ("Rule", "refuse", "AxisOption", "RefusedPair", "Division")
+"""Calls that give the configuration a code, for errors that ``load`` raises."""
 MOST_TEXTS = 4
 """Maximum number of forms of one message that are listed."""
 
@@ -46,6 +50,7 @@ ROOMS = {
     "OPTIM": "the optimizer",
     "PICTURE": "charts",
     "PIPELINE": "stages, activation checkpointing, the executor",
+    "PLACEMENT": "patterns of names, and features on the modules that they name",
     "PLANNER": "`meshwright plan`",
     "RUN": "a run on disk: saving, resuming, its lock; blueprint and build",
     "SCHEDULE": "pipeline schedules",
@@ -85,8 +90,12 @@ class Site(NamedTuple):
 
 
 def installed_sources() -> Iterator[SourceFile]:
-    """Yield every module of the trainer, the launcher and the packages that register commands. Imports none of them."""
-    registered = {entry.value.partition(":")[0].partition(".")[0] for entry in entries_of(GROUP).values()}
+    """Yield every module of the trainer, the launcher and the packages that register commands.
+    Imports none of them.
+    """
+    registered = {
+        entry.value.partition(":")[0].partition(".")[0] for entry in entries_of(GROUP).values()
+    }
     for package in sorted({"meshwright", "meshwright_launch", *registered}):
         spec = find_spec(package)
         for folder in spec.submodule_search_locations or () if spec else ():
@@ -114,21 +123,41 @@ def find_sites(sources: Iterable[SourceFile], wanted: str = "MW-") -> list[Site]
             tree = ast.parse(text)
         except SyntaxError:  # a file of another package that has commands
             continue
-        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        functions = {
+            node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        }
         for call, around in calls(tree):
             code = code_of(call)
             if code is None or len(call.args) < 2:
                 continue
             texts = _Texts(functions, around).of(call.args[1], 0)[:MOST_TEXTS]
-            kind = "ConfigError" if called(call) in ("Rule", "refuse") else called(call)
+            if called(call) == "RefusedPair":
+                texts = [f"{texts[0]}; {_Texts(functions, around).of(call.args[2], 0)[0]}"]
+            texts = [_opening(call) + text for text in texts]
+            kind = "ConfigError" if called(call) in CONFIG_ROWS else called(call)
             found.append(Site(code, kind, source, call.lineno, tuple(dict.fromkeys(texts))))
     return sorted(found)
+
+
+def _opening(call: ast.Call) -> str:
+    """Return what a message of the table of combinations begins with: its features or numbers."""
+    named = [str(each.value) for each in call.args[2:] if isinstance(each, ast.Constant)]
+    match called(call), named:
+        case "RefusedPair", [_, first, second]:
+            return f"{first} with {second}: "
+        case "AxisOption", [key]:
+            return f"parallel.{key} has no effect where its axis has one rank: "
+        case "Division", [divisor]:
+            return f"{divisor} does not divide: "
+    return ""
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:
     """Yield every call with the innermost function around it."""
 
-    def visit(node: ast.AST, around: ast.FunctionDef | None) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:
+    def visit(
+        node: ast.AST, around: ast.FunctionDef | None
+    ) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:
         if isinstance(node, ast.Call):
             yield node, around
         around = node if isinstance(node, ast.FunctionDef) else around
@@ -151,9 +180,13 @@ def code_of(call: ast.Call) -> str | None:
 
 
 class _Texts:
-    """The forms of a message: f-strings as templates, through local names and helper functions of the file."""
+    """The forms of a message: f-strings as templates,
+    through local names and helper functions of the file.
+    """
 
-    def __init__(self, functions: dict[str, ast.FunctionDef], around: ast.FunctionDef | None) -> None:
+    def __init__(
+        self, functions: dict[str, ast.FunctionDef], around: ast.FunctionDef | None
+    ) -> None:
         self._functions = functions
         self._around = around
 
@@ -197,14 +230,22 @@ class _Texts:
 
     def _results(self, depth: int) -> list[str]:
         assert self._around is not None
-        values = [n.value for n in ast.walk(self._around) if isinstance(n, ast.Return) and n.value is not None]
-        return [text for value in values if not _is_none(value) for text in self.of(value, depth + 1)]
+        values = [
+            n.value
+            for n in ast.walk(self._around)
+            if isinstance(n, ast.Return) and n.value is not None
+        ]
+        return [
+            text for value in values if not _is_none(value) for text in self.of(value, depth + 1)
+        ]
 
     def _returned(self, call: ast.Call, depth: int) -> list[str]:
         """Return what a helper returns, with the texts among its arguments put in."""
         function = self._functions[called(call)]
         names = [argument.arg for argument in function.args.args if argument.arg != "self"]
-        given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
+        given = dict(zip(names, call.args, strict=False)) | {
+            k.arg: k.value for k in call.keywords if k.arg
+        }
         texts = _Texts(self._functions, function)._results(depth + 1)
         for name, value in given.items():
             if isinstance(value, ast.JoinedStr | ast.Constant):
@@ -221,7 +262,10 @@ class _Texts:
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                     texts += self._only_texts(node.value, depth)
             match node:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr="append" | "extend"), args=[added]):
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=owner), attr="append" | "extend"),
+                    args=[added],
+                ):
                     texts += self._only_texts(added, depth) if owner == name else []
         return texts
 

@@ -1,4 +1,6 @@
-"""Command ``meshwright errors``: the list of error codes, or one code with the place that raises it. No torch."""
+"""Command ``meshwright errors``: the list of error codes,
+or one code with the place that raises it. No torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from meshwright.terminal.output import put
 from meshwright_launch.error_codes import ROOMS, Site, find_sites, installed_sources
 
 GIVEN = re.compile(r"\[?(?:MW-)?([A-Z]+)-?(\d{1,3})\]?")
-"""Code as users type it: ``MW-DATA-001``, ``[MW-DATA-001]`` of a message, ``mw-data-1``, ``data-1``."""
+"""Code as users type it: ``MW-DATA-001``, ``[MW-DATA-001]`` of a message, ``mw-data-1``,
+``data-1``.
+"""
 
 
 def errors(options: argparse.Namespace, _: list[str]) -> int:
@@ -39,10 +43,15 @@ def find(given: str) -> Site:
             return site
     codes = [site.code for site in find_sites(installed_sources())]
     nearest = difflib.get_close_matches(code[:80], codes, n=3)
-    hint = f"near it are {', '.join(nearest)}" if nearest else "a code is MW-ROOM-NUMBER, such as MW-DATA-001"
+    hint = (
+        f"near it are {', '.join(nearest)}"
+        if nearest
+        else "a code is MW-ROOM-NUMBER, such as MW-DATA-001"
+    )
     raise UserError(
         "MW-LAUNCH-108",
-        f"no error has the code {shortened(given, 80)!r} in this version: {hint}; `meshwright errors` lists all",
+        f"no error has the code {shortened(given, 80)!r} in this version: {hint}; `meshwright"
+        " errors` lists all",
     )
 
 
@@ -64,7 +73,10 @@ def describe_all(sites: Sequence[Site]) -> str:
     for room, of_room in groupby(sites, lambda site: site.room):
         lines += ["", _titled(room)]
         for site in of_room:
-            lines += [f"  {site.code}  {site.exit_code:>2}  {' '.join(text.split())}" for text in site.texts]
+            lines += [
+                f"  {site.code}  {site.exit_code:>2}  {' '.join(text.split())}"
+                for text in site.texts
+            ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""Failure records of ranks, and the root cause among many failures: the first one that is not an echo of another."""
+"""Failure records of ranks, and the root cause among many failures:
+the first one that is not an echo of another.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from meshwright.system.numbers import whole_number
 
 LOG_TAIL_LINES = 20
 FAILURES = "MESHWRIGHT_FAILURES"
-"""Environment variable with a directory, for failure records of ranks that torchrun has started (pod.py)."""
+"""Environment variable with a directory,
+for failure records of ranks that torchrun has started (pod.py).
+"""
 OWN_EXIT_CODES = {UserError.exit_code} | {each.exit_code for each in UserError.__subclasses__()}
 """Exit codes of meshwright's errors, valid without a failure record too."""
 LOG_HEAD = "=== started "
@@ -39,7 +43,9 @@ class RankFailed(Exception):
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Failure record of a rank. ``at_s`` is read from the clock that all processes of a machine share."""
+    """Failure record of a rank. ``at_s`` is read from the clock that all processes
+    of a machine share.
+    """
 
     rank: int
     at_s: float
@@ -53,7 +59,9 @@ class FailureRecord:
 
 
 def describe(error: BaseException, rank: int) -> FailureRecord:
-    """Return the failure record of an exception: the message alone for a user error, else also the traceback."""
+    """Return the failure record of an exception: the message alone for a user error,
+    else also the traceback.
+    """
     lost_peer = _lost_peer(error)
     if isinstance(error, UserError):
         return FailureRecord(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
@@ -64,27 +72,36 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Return True for an error of communication: the framework's own type, or a plain RuntimeError of torch."""
+    """Return True for an error of communication: the framework's own type,
+    or a plain RuntimeError of torch.
+    """
     while error is not None:
         if isinstance(error, CommunicationError | HangEcho):
             return True
-        if type(error).__name__ in ("DistStoreError", "DistNetworkError"):  # torch's: rank 0's store is gone
+        # torch's: rank 0's store is gone
+        if type(error).__name__ in ("DistStoreError", "DistNetworkError"):
             return True
-        if isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl")):
+        if isinstance(error, RuntimeError) and any(
+            name in str(error).lower() for name in ("gloo", "nccl")
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def text_of(failure: FailureRecord) -> str:
-    """Return what a rank of torchrun or srun prints: the traceback, but one message where it has lost a peer.
+    """Return what a rank of torchrun or srun prints: the traceback,
+    but one message where it has lost a peer.
 
     Then the rank that failed first has the traceback that matters.
     """
     if not failure.lost_peer or not failure.trace:
         return failure.trace or failure.message
     first = failure.message.splitlines()[0] if failure.message else "the connection was closed"
-    return f"lost a peer: {first}. Look at the message of the rank that ended first; the same command resumes the run"
+    return (
+        f"lost a peer: {first}. Look at the message of the rank that ended first; the same command"
+        " resumes the run"
+    )
 
 
 def write_failure(failure: FailureRecord, records: Path) -> None:
@@ -93,7 +110,9 @@ def write_failure(failure: FailureRecord, records: Path) -> None:
 
 
 def leave_record(failure: FailureRecord) -> None:
-    """Write a failure record to the directory in FAILURES, if set, unless this rank has written one already."""
+    """Write a failure record to the directory in FAILURES, if set,
+    unless this rank has written one already.
+    """
     records = os.environ.get(FAILURES)
     if records and not Path(records, f"{failure.rank}.json").exists():
         with contextlib.suppress(OSError):
@@ -101,7 +120,9 @@ def leave_record(failure: FailureRecord) -> None:
 
 
 def leave_exit_code(exit_code: int) -> None:
-    """Write a record with an exit code only, for a failure whose message is printed, if this process is a rank."""
+    """Write a record with an exit code only, for a failure whose message is printed,
+    if this process is a rank.
+    """
     rank = whole_number(os.environ.get("RANK", ""))
     if exit_code and rank is not None:
         leave_record(FailureRecord(rank, time.monotonic(), "", "", exit_code, lost_peer=False))
@@ -109,11 +130,15 @@ def leave_exit_code(exit_code: int) -> None:
 
 def read_failures(records: Path) -> list[FailureRecord]:
     """Return the written failure records: causes before echoes, then the earliest first."""
-    failures = [FailureRecord(**parse_json(read_text(file))) for file in records.glob("[0-9]*.json")]
+    failures = [
+        FailureRecord(**parse_json(read_text(file))) for file in records.glob("[0-9]*.json")
+    ]
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 
-def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord], logs: Path) -> RankFailed:
+def build_error(
+    noticed: int, exit_code: int, failures: Sequence[FailureRecord], logs: Path
+) -> RankFailed:
     """Return the error of the run: the root cause, then the other failures in one line each.
 
     Args:
@@ -121,11 +146,19 @@ def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord],
         failures: Records as :func:`read_failures` returns them.
         logs: Directory of the ranks' logs.
     """
-    if all(failure.rank != noticed for failure in failures):  # no record: killed, crashed in C++, or a full disk
+    if all(
+        failure.rank != noticed for failure in failures
+    ):  # no record: killed, crashed in C++, or a full disk
         lines = [_describe_exit(noticed, exit_code, logs), *_later_failures(failures)]
-        return RankFailed("\n".join(lines), noticed, exit_code if exit_code in OWN_EXIT_CODES else 1)
-    first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
-    if not first.trace:  # usually every rank has the same error, and some were ended before they could report it
+        return RankFailed(
+            "\n".join(lines), noticed, exit_code if exit_code in OWN_EXIT_CODES else 1
+        )
+    first, rest = (
+        failures[0],
+        [failure for failure in failures[1:] if failure.message != failures[0].message],
+    )
+    # usually every rank has the same error, and some were ended before they could report it
+    if not first.trace:
         return RankFailed(first.message, first.rank, first.exit_code)
     lines = [f"rank {first.rank}: {first.message}", first.trace, *_later_failures(rest)]
     return RankFailed("\n".join(lines), first.rank, first.exit_code)
@@ -133,10 +166,16 @@ def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord],
 
 def _later_failures(failures: Sequence[FailureRecord]) -> list[str]:
     """Return lines for the failures after the first; all echoes share one line."""
-    lines = [f"then rank {each.rank}: {each.message.splitlines()[0]}" for each in failures if not each.lost_peer]
+    lines = [
+        f"then rank {each.rank}: {each.message.splitlines()[0]}"
+        for each in failures
+        if not each.lost_peer
+    ]
     echoes = sorted(each.rank for each in failures if each.lost_peer)
     if echoes:
-        lines.append(f"then lost a peer: rank{'s' * (len(echoes) > 1)} {', '.join(map(str, echoes))}")
+        lines.append(
+            f"then lost a peer: rank{'s' * (len(echoes) > 1)} {', '.join(map(str, echoes))}"
+        )
     return lines
 
 
@@ -152,8 +191,16 @@ def _end_of(log: Path) -> str:
 
 def _describe_exit(rank: int, exit_code: int, logs: Path) -> str:
     """Return the exit of a rank without a failure record, and the end of its log."""
-    how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
-    hint = ": if nobody sent it, the kernel was out of memory (see `dmesg`)" if exit_code == -signal.SIGKILL else ""
+    how = (
+        f"was ended by {signal.Signals(-exit_code).name}"
+        if exit_code < 0
+        else f"exited with code {exit_code}"
+    )
+    hint = (
+        ": if nobody sent it, the kernel was out of memory (see `dmesg`)"
+        if exit_code == -signal.SIGKILL
+        else ""
+    )
     lines = [f"rank {rank} {how}{hint}"]
     log = logs / f"rank-{rank}.log"
     if rank != 0 and log.exists():

@@ -1,7 +1,8 @@
-"""Processes forked from one that has already imported torch: a fork takes milliseconds, an import seconds.
+"""Processes forked from one that has already imported torch: a fork takes milliseconds,
+an import seconds.
 
-The parent must use one torch thread and create no CUDA context, so that its children can compute. A child of a parent
-that ever ran an operation with two threads hangs in its first parallel operation.
+The parent must use one torch thread and create no CUDA context, so that its children can compute. A
+child of a parent that ever ran an operation with two threads hangs in its first parallel operation.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from meshwright_launch.leftovers import own_directory, remove_leftovers
 PR_SET_PDEATHSIG = 1
 
 PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "torch.optim")
-"""Modules that torch would import in each child; ``torch._dynamo`` (800 modules) when it first fills a meta tensor."""
+"""Modules that torch would import in each child; ``torch._dynamo`` (800 modules)
+when it first fills a meta tensor.
+"""
 
 
 def preload() -> None:
     """Prepare this process to be forked into CPU ranks: set one thread and do the slow imports.
 
-    These include megatron-core, which takes a second of every rank's first step with tp > 1. With a GPU it is left out,
-    because it must be set up for the rank's device.
+    These include megatron-core, which takes a second of every rank's first step with tp > 1. With a
+    GPU it is left out, because it must be set up for the rank's device.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a check by CUDA itself would spoil it in forks
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # a check by CUDA itself would spoil it in forks
     import torch
 
     torch.set_num_threads(1)
@@ -47,10 +52,12 @@ def preload() -> None:
 
 
 def warm_up(config: RunConfig, module: str) -> None:
-    """Start the server that forks the ranks. Returns at once, while the server imports torch and ``module``.
+    """Start the server that forks the ranks. Returns at once,
+    while the server imports torch and ``module``.
 
-    Call it before this process imports them, so that both import at the same time. On a machine with a GPU the server
-    imports torch alone: a library that enumerates devices during its import would make CUDA useless in the ranks.
+    Call it before this process imports them, so that both import at the same time. On a machine
+    with a GPU the server imports torch alone: a library that enumerates devices during its import
+    would make CUDA useless in the ranks.
     """
     os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)
     remove_leftovers()
@@ -58,27 +65,32 @@ def warm_up(config: RunConfig, module: str) -> None:
     if config.train.device != "cpu" and Path("/dev/nvidiactl").exists():
         modules = ["torch", "torch.distributed.device_mesh"]
     else:
-        uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # for its regions, or its datasets
+        # for its regions, or its datasets
+        uses_megatron = config.parallel.tp > 1 or config.data.builder is None
         modules = [*(["meshwright_launch.preload"] if uses_megatron else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    # The server has the import path of this process, without the current directory, which may have a folder `models`.
-    # A signal to all processes (Ctrl-C, scancel) is handled by this process and the ranks alone: the server and
-    # Python's resource tracker start with signals blocked. One that arrives meanwhile stays pending here.
+    # The server has the import path of this process, without the current directory, which may have
+    # a folder `models`. A signal to all processes (Ctrl-C, scancel) is handled by this process and
+    # the ranks alone: the server and Python's resource tracker start with signals blocked. One that
+    # arrives meanwhile stays pending here.
     path = os.pathsep.join(filter(None, sys.path))
     with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             multiprocessing.resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ensure_running has unblocked some of them
+            # ensure_running has unblocked some of them
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when ``parent`` dies, for any reason (Linux; no effect elsewhere).
+    """Make the kernel kill this process when ``parent`` dies, for any reason (Linux;
+    no effect elsewhere).
 
-    The kernel watches the parent's *thread*: fork from a thread that lives as long as the ranks must.
+    The kernel watches the parent's *thread*: fork from a thread that lives as long as the ranks
+    must.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,5 @@
-"""Command ``meshwright init``: a complete configuration to start from, and the small corpus that it trains on.
+"""Command ``meshwright init``: a complete configuration to start from,
+and the small corpus that it trains on.
 
 --text PATH ... | Python's own source text  ->  runs/data/NAME: tokens and a tokenizer of at most 4,096 tokens
 templates/init.toml.j2                      ->  FILE, written last and only if it does not exist
@@ -58,7 +59,10 @@ def init(options: argparse.Namespace, _: list[str]) -> int:
     """
     file: Path = options.file
     if not str(file).isprintable():
-        raise ConfigError("MW-LAUNCH-060", f"{str(file)!r} is no name for a configuration: give one such as mine.toml")
+        raise ConfigError(
+            "MW-LAUNCH-060",
+            f"{str(file)!r} is no name for a configuration: give one such as mine.toml",
+        )
     _check_new(file)
     check_place(file, folder=False, example="first.toml")
     name = run_name(file)
@@ -81,7 +85,9 @@ def init(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def run_name(file: Path) -> str:
-    """Return a name for the run of a configuration file: its stem, with dashes for what a run's name may not have."""
+    """Return a name for the run of a configuration file: its stem,
+    with dashes for what a run's name may not have.
+    """
     return re.sub(r"^[^A-Za-z0-9]+", "", re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)) or "run"
 
 
@@ -97,7 +103,10 @@ def render(model: str, file: Path, name: str, corpus: Path, outcome: Outcome) ->
     word = shlex.quote(str(file))
     commands = [
         (f"meshwright train {word}", "trains; the same command again resumes"),
-        (f"meshwright train {word} --run.name={name}-4 --parallel.pp=2 --parallel.tp=2", "4 ranks: the same numbers"),
+        (
+            f"meshwright train {word} --run.name={name}-4 --parallel.pp=2 --parallel.tp=2",
+            "4 ranks: the same numbers",
+        ),
         (f"meshwright verify {word}", "proves that"),
         (f"meshwright eval runs/{name}", "loss and perplexity"),
         (f"meshwright report runs/{name}", "a page with curves"),
@@ -127,7 +136,8 @@ def _check_new(file: Path) -> None:
     if file.exists() or file.is_symlink():
         raise ConfigError(
             "MW-LAUNCH-062",
-            f"{file} exists and stays as it is: name another file, as in `meshwright init {file.stem}-2.toml`",
+            f"{file} exists and stays as it is: name another file, as in `meshwright init"
+            f" {file.stem}-2.toml`",
         )
 
 

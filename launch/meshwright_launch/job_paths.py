@@ -23,8 +23,9 @@ def missing_paths(config: RunConfig) -> str | None:
     if not missing:
         return None
     return (
-        f"nothing is there on this machine: {abridge(missing)}. The job needs it at the same path on all its nodes: "
-        f"prepare or mount it there, or correct the key; if the nodes have it, all is well"
+        f"nothing is there on this machine: {abridge(missing)}. The job needs it at the same path"
+        " on all its nodes: prepare or mount it there, or correct the key; if the nodes have it,"
+        " all is well"
     )
 
 

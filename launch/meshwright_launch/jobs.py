@@ -1,4 +1,5 @@
-"""Commands that start ranks, or run as one of them under torchrun, srun or mpirun: train, doctor, eval, sample.
+"""Commands that start ranks, or run as one of them under torchrun, srun or mpirun: train, doctor,
+eval, sample.
 
 Heavy imports happen inside each command, after the checks that need none of them.
 """
@@ -12,6 +13,7 @@ import re
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,17 +25,20 @@ from meshwright.terminal.output import put, tell
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
     from meshwright.config import RunConfig
-    from meshwright_launch.environment import Launcher
+    from meshwright_launch.environment import Launcher, RankPlace
     from meshwright_launch.rank import Work
 
     Prepare = Callable[[RunConfig, int], tuple[Work, RunConfig]]
-    """Function that checks (configuration, world size) and returns the rank function with its configuration."""
+    """Function that checks (configuration, world size)
+    and returns the rank function with its configuration.
+    """
 
 
 def train(options: argparse.Namespace, overrides: list[str]) -> int:
     """Train, or resume the run of the same configuration."""
-    from meshwright.config import default_world_size
     from meshwright.run import RunLock
     from meshwright.run.directory import check_not_moved, run_directory
     from meshwright_launch import devices, forking, local, restarts
@@ -41,16 +46,16 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
     routing = [] if options.routing is None else [f"--train.routing={options.routing}"]
     config, launcher = _load_config(options, [*overrides, *routing])
-    check_not_moved(config, options.config, overrides)
+    check_not_moved(config.run, options.config, overrides)
     if launcher is not Launcher.NONE:
         return _run_as_rank(config, launcher, _prepare_training)
-    directory = run_directory(config)
+    directory = run_directory(config.run)
     RunLock(directory).check_free()  # before seconds of imports; rank 0 takes it
-    if local.has_children(config):
+    if local.has_children(config.launch):
         forking.warm_up(config, "meshwright_launch.work")
     from meshwright_launch.work import check, work
 
-    checked, _ = check(config, default_world_size(config, devices.num_devices(config)))
+    checked, _ = check(config, devices.num_local_ranks(config))
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # a closed stdout does not stop the training
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
@@ -65,25 +70,29 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _load_config(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
-    """Return the configuration and the launcher of this process; restrict it and its children to ``launch.devices``."""
+    """Return the configuration and the launcher of this process;
+    restrict it and its children to ``launch.devices``.
+    """
     from meshwright.config import load
     from meshwright_launch.devices import choose_devices
     from meshwright_launch.environment import launch_environment
 
     config = load(options.config, overrides)
-    choose_devices(config)
+    choose_devices(config.launch)
     return config, launch_environment()
 
 
 def _prepare_training(config: RunConfig, world_size: int) -> tuple[Work, RunConfig]:
-    """Check the configuration; return the rank function that trains, and the configuration for ``world_size``."""
+    """Check the configuration; return the rank function that trains,
+    and the configuration for ``world_size``.
+    """
     from meshwright_launch.work import check, work
 
     checked, _ = check(config, world_size)
     if checked.launch.max_restarts and os.environ["RANK"] == "0":
         tell(
-            "launch.max_restarts has no effect here: the launcher restarts the ranks (torchrun --max-restarts, sbatch "
-            "--requeue)"
+            "launch.max_restarts has no effect here: the launcher restarts the ranks (torchrun"
+            " --max-restarts, sbatch --requeue)"
         )
     return work, checked
 
@@ -97,70 +106,97 @@ def _prepare_doctor(config: RunConfig, world_size: int) -> tuple[Work, RunConfig
 
 
 def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int:
-    """Run this process as one rank of its launcher; a failure ends the process, with its rank in the message."""
+    """Run this process as one rank of its launcher; a failure ends the process,
+    with its rank in the message.
+    """
     from meshwright.system.process import ignore_signals, leave
     from meshwright_launch import rank
-    from meshwright_launch.environment import Launcher, check_port, check_rendezvous, rank_variables, read_place
-    from meshwright_launch.failure import describe, leave_exit_code, leave_record, text_of
-    from meshwright_launch.mpi import mpi_place
+    from meshwright_launch.environment import Launcher, check_rendezvous
+    from meshwright_launch.failure import leave_exit_code
 
-    os.environ.update(rank_variables(launcher))
-    place = read_place()
-    if launcher is not Launcher.TORCHRUN and place.rank == 0:  # no agent has taken the port: this rank will
-        check_port(os.environ["MASTER_PORT"])
-    if launcher is Launcher.MPI and place.rank == 0 and (mpi := mpi_place(os.environ)) is not None:
-        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-        tell(f"{mpi.description} started the ranks; rendezvous at {address}")
+    place = _find_place(launcher)
     rank.set_threads(config.launch.threads)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    def keep_exit_code(exit_code: int) -> None:
-        """Exit with this code on SIGTERM: the first rank to exit ends the others; srun reports the highest code."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
-
-    # An error before training is the same on all ranks: one of each node prints it, the others are ended meanwhile.
+    # now, not in a failure: an import may fail then
+    end = partial(_end_rank, place, get_error_handler())
+    # An error before training is the same on all ranks: one of each node prints it, the others are
+    # ended meanwhile.
     try:
         check_rendezvous()
         work, checked = prepare(config, place.world_size)
     except UserError as error:
-        keep_exit_code(error.exit_code)
+        _keep_exit_code(error.exit_code)
         if place.local_rank != 0:
             time.sleep(rank.DUPLICATE_ERROR_DELAY_S)
         return print_error(error, error.exit_code)
-
-    def end(error: BaseException) -> None:
-        failure = describe(error, place.rank)
-        leave_record(failure)
-        keep_exit_code(failure.exit_code)
-        if failure.trace and not failure.lost_peer:
-            get_error_handler().record_exception(error)  # for torchrun's own summary
-        elif failure.exit_code == UserError.exit_code and place.local_rank != 0:
-            time.sleep(rank.LINGER_S)
-        print_error(f"rank {place.rank}: {text_of(failure)}", failure.exit_code)
-        if isinstance(error, HangError):
-            error.linger()
-        leave(failure.exit_code, rank.LINGER_S if failure.lost_peer else 0.0)
-
     try:
         work(checked, end)
-        ignore_signals()  # a time limit's signal during the interpreter's shutdown: the run is complete
+        # a time limit's signal during the interpreter's shutdown: the run is complete
+        ignore_signals()
     except KeyboardInterrupt:
         leave(130)
     except Preempted as error:
         if place.rank == 0:
             print_error(error, error.exit_code)
         leave_exit_code(error.exit_code)
-        # srun --kill-on-bad-exit and mpirun end all others when the first exits with 85, and return the highest code
+        # srun --kill-on-bad-exit and mpirun end all others when the first exits with 85, and return
+        # the highest code
         leave(0 if launcher is not Launcher.TORCHRUN and place.rank != 0 else error.exit_code)
     except BaseException as error:
         end(error)
     return 0
 
 
+def _find_place(launcher: Launcher) -> RankPlace:
+    """Return the place of this process among the ranks of its launcher,
+    and set torch's variables for it.
+    """
+    from meshwright_launch.environment import Launcher, check_port, rank_variables, read_place
+    from meshwright_launch.mpi import mpi_place
+
+    os.environ.update(rank_variables(launcher))
+    place = read_place()
+    if launcher is Launcher.TORCHRUN or place.rank != 0:
+        return place
+    # no agent has taken the port: this rank will
+    check_port(os.environ["MASTER_PORT"])
+    mpi = mpi_place(os.environ) if launcher is Launcher.MPI else None
+    if mpi is not None:
+        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        tell(f"{mpi.description} started the ranks; rendezvous at {address}")
+    return place
+
+
+def _end_rank(place: RankPlace, torchrun: ErrorHandler, error: BaseException) -> None:
+    """Report the error of a rank, and end its process."""
+    from meshwright.system.process import leave
+    from meshwright_launch import rank
+    from meshwright_launch.failure import describe, leave_record, text_of
+
+    failure = describe(error, place.rank)
+    leave_record(failure)
+    _keep_exit_code(failure.exit_code)
+    if failure.trace and not failure.lost_peer:
+        torchrun.record_exception(error)  # for its own summary
+    elif failure.exit_code == UserError.exit_code and place.local_rank != 0:
+        time.sleep(rank.LINGER_S)
+    print_error(f"rank {place.rank}: {text_of(failure)}", failure.exit_code)
+    if isinstance(error, HangError):
+        error.linger()
+    leave(failure.exit_code, rank.LINGER_S if failure.lost_peer else 0.0)
+
+
+def _keep_exit_code(exit_code: int) -> None:
+    """Exit with this code on SIGTERM: the first rank to exit ends the others;
+    srun reports the highest code.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(exit_code))
+
+
 def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure the nodes and links of a run."""
-    from meshwright.config import default_world_size
     from meshwright_launch import devices, forking, local
     from meshwright_launch.environment import Launcher
 
@@ -168,7 +204,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     if launcher is not Launcher.NONE:
         return _run_as_rank(config, launcher, _prepare_doctor)
     forking.warm_up(config, "meshwright.doctor.rank")
-    work, resolved = _prepare_doctor(config, default_world_size(config, devices.num_devices(config)))
+    work, resolved = _prepare_doctor(config, devices.num_local_ranks(config))
     return _exit_code_of(lambda: local.launch(work, resolved))
 
 
@@ -183,8 +219,11 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     defaults = ["--parallel.dp=auto"] if is_launched else []
     config = config_for(place, overrides, "eval", defaults=defaults, trust_code=options.trust_code)
     if options.data is not None:
-        config = with_corpus(config, options.data)
-    work = EvaluationJob(place, options.data is None and options.weights == "weights", options.out, options.batches)
+        data = with_corpus(config.data, options.data)
+        config = config.model_copy(update={"data": data})
+    work = EvaluationJob(
+        place, options.data is None and options.weights == "weights", options.out, options.batches
+    )
     return _run_inference(config, place.run, lambda config, size: (work, check(config, size)))
 
 
@@ -199,16 +238,27 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     defaults = list(SAME_TEXT)
     if not is_launched and not any(word.startswith("--parallel.") for word in overrides):
         defaults += ["--parallel.pp=1", "--parallel.tp=1"]
-    config = config_for(place, overrides, "sample", defaults=defaults, trust_code=options.trust_code)
+    config = config_for(
+        place, overrides, "sample", defaults=defaults, trust_code=options.trust_code
+    )
     request = SamplingRequest(
-        tuple(options.prompt), options.tokens, options.temperature, options.top_k, options.top_p, options.seed
+        tuple(options.prompt),
+        options.tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
     )
     work = Sampling(place, request, options.out)
-    return _run_inference(config, place.run, lambda config, size: (work, check(config, size, len(request.prompts))))
+    return _run_inference(
+        config, place.run, lambda config, size: (work, check(config, size, len(request.prompts)))
+    )
 
 
 def _check_inference(options: argparse.Namespace) -> bool:
-    """Check the run before seconds of imports; return True if torchrun, srun or mpirun has started this process."""
+    """Check the run before seconds of imports; return True if torchrun,
+    srun or mpirun has started this process.
+    """
     from meshwright.run.directory import find_run, is_checkpoint
     from meshwright_launch.environment import Launcher, launch_environment
 
@@ -218,26 +268,29 @@ def _check_inference(options: argparse.Namespace) -> bool:
 
 
 def _run_inference(config: RunConfig, run: Path, prepare: Prepare) -> int:
-    """Start ranks that use a trained model, or run as one of them. Ranks started here log to a temporary directory."""
+    """Start ranks that use a trained model, or run as one of them.
+    Ranks started here log to a temporary directory.
+    """
     import tempfile
 
-    from meshwright.config import default_world_size
     from meshwright_launch import devices, local
     from meshwright_launch.environment import Launcher, launch_environment
     from meshwright_launch.leftovers import own_directory
 
-    devices.choose_devices(config)
+    devices.choose_devices(config.launch)
     launcher = launch_environment()
     if launcher is not Launcher.NONE:
         return _run_as_rank(config, launcher, prepare)
-    work, checked = prepare(config, default_world_size(config, devices.num_devices(config)))
+    work, checked = prepare(config, devices.num_local_ranks(config))
     with tempfile.TemporaryDirectory(prefix="logs-", dir=own_directory()) as logs:
         checked = checked.replace(run={"directory": logs, "name": real_path(run).name})
         return _exit_code_of(lambda: local.launch(work, checked))
 
 
 def _exit_code_of(start: Callable[[], object]) -> int:
-    """Start ranks on this machine, print the error that ended them, if any, and return the exit code."""
+    """Start ranks on this machine, print the error that ended them, if any,
+    and return the exit code.
+    """
     from meshwright_launch.failure import RankFailed
     from meshwright_launch.local import Interrupted
 
@@ -249,7 +302,9 @@ def _exit_code_of(start: Callable[[], object]) -> int:
 
 
 def places_of_pages(message: str) -> str:
-    """Return a line with the place of each page of docs/ that a message names; empty where the name leads there."""
+    """Return a line with the place of each page of docs/ that a message names;
+    empty where the name leads there.
+    """
     home = own_folder("docs").parent
     pages = dict.fromkeys(re.findall(r"\bdocs/[\w/-]+\.md\b", message))
     found = [page for page in pages if (home / page).is_file() and not Path(page).is_file()]
@@ -257,7 +312,9 @@ def places_of_pages(message: str) -> str:
 
 
 def print_error(error: object, exit_code: int) -> int:
-    """Print an error to stderr and return its exit code. A :class:`Preempted` has no prefix "error:"."""
+    """Print an error to stderr and return its exit code.
+    A :class:`Preempted` has no prefix "error:".
+    """
     prefix = "" if exit_code == Preempted.exit_code else "error: "
     tell(f"meshwright: {prefix}{abridge_words(str(error))}{places_of_pages(str(error))}")
     return exit_code

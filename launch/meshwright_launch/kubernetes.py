@@ -1,25 +1,29 @@
 """Command ``meshwright kubernetes``: the JobSet of a run, as YAML for ``kubectl apply``.
 
     CONFIG, nodes, devices per node, image
-      -> refused here: degrees that do not fill the nodes, names and values that Kubernetes does not take
-      -> a JobSet with one indexed Job: one pod per node, each with one torchrun; pod 0 is the rendezvous
+      -> refused here: degrees that do not fill the nodes, names and values that Kubernetes does not
+      take -> a JobSet with one indexed Job: one pod per node, each with one torchrun; pod 0 is the
+      rendezvous
     a rank fails
       -> its pod ends with the rank's exit code (launch/meshwright_launch/pod.py)
-      -> a failure that would recur fails Job and JobSet; after any other the JobSet restarts all pods
+      -> a failure that would recur fails Job and JobSet; after any other the JobSet restarts all
+      pods
 
-A JobSet (jobset.sigs.k8s.io) rather than a PyTorchJob: it needs no operator for torch, and it restarts all pods
-together, as the ranks of a run must. A failed run resumes from its newest checkpoint, on a volume that all pods share.
+A JobSet (jobset.sigs.k8s.io) rather than a PyTorchJob: it needs no operator for torch, and it
+restarts all pods together, as the ranks of a run must. A failed run resumes from its newest
+checkpoint, on a volume that all pods share.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, Train, load
 from meshwright.errors import UserError
 from meshwright.mesh import Grid
 from meshwright.run.directory import check_not_moved
@@ -33,11 +37,20 @@ PORT = 29400
 LABEL = r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?"
 """A name of Kubernetes, short enough for the names of the pods."""
 RECURRING = {"containerName": "ranks", "operator": "In", "values": [*RECURRING_EXIT_CODES]}
-"""Rule of the Job: exit codes of a pod with which it fails at once, for the reason PodFailurePolicy."""
-FAIL_TOO = {"name": "recurring", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+"""Rule of the Job: exit codes of a pod with which it fails at once,
+for the reason PodFailurePolicy.
+"""
+FAIL_TOO = {
+    "name": "recurring",
+    "action": "FailJobSet",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
 """Rule of the JobSet: fail with such a Job. Without the rule it would restart that Job as well."""
 PATTERNS = {
-    "name": (rf"(?![0-9]){LABEL}", "up to 42 lower-case letters, digits and dashes, a letter first"),
+    "name": (
+        rf"(?![0-9]){LABEL}",
+        "up to 42 lower-case letters, digits and dashes, a letter first",
+    ),
     "namespace": (LABEL, "lower-case letters, digits and dashes"),
     "claim": (LABEL, "the name of a PersistentVolumeClaim"),
     "image": (r"[A-Za-z0-9][A-Za-z0-9./:@_-]*", "an image such as registry/team/train:1.0"),
@@ -53,29 +66,78 @@ def kubernetes(options: argparse.Namespace, overrides: list[str]) -> int:
     Raises:
         UserError: the degrees do not fill the nodes, or a value is not valid in Kubernetes.
     """
-    config, _ = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
-    check_not_moved(config, options.config, overrides)
+    config, _ = resolve_for_nodes(
+        load(options.config, overrides), options.nodes, options.devices_per_node
+    )
+    check_not_moved(config.run, options.config, overrides)
     print(render(config, overrides, options), end="")
-    tell("`meshwright kubernetes ... | kubectl apply -f -` starts it; the image needs meshwright and the run's files")
+    tell(
+        "`meshwright kubernetes ... | kubectl apply -f -` starts it; the image needs meshwright and"
+        " the run's files"
+    )
     return 0
 
 
 def render(config: RunConfig, overrides: list[str], options: argparse.Namespace) -> str:
-    """Return the JobSet as YAML. ``config``: resolved; ``overrides``: configuration keys that `train` gets too."""
-    name = options.name or re.sub(r"[^a-z0-9]+", "-", f"run-{config.run.name}".lower())[:42].strip("-")
-    values = vars(options) | {"name": name}
+    """Return the JobSet as YAML. ``config``: resolved; ``overrides``:
+    configuration keys that `train` gets too.
+    """
+    name = options.name or _name_of(config.run.name)
+    _check_values(vars(options) | {"name": name})
+    check_lines(options.config, *overrides)
+    job = {
+        "parallelism": options.nodes,
+        "completions": options.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": RECURRING}]},
+        "template": {"spec": _pod(name, config.train, overrides, options)},
+    }
+    metadata = {"name": name}
+    if options.namespace:
+        metadata["namespace"] = options.namespace
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": [FAIL_TOO]},
+            "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+    grid = Grid.of(config.parallel.degrees)
+    ranks = f"{grid} = {grid.size} ranks"
+    text: str = yaml.safe_dump(jobset, sort_keys=False, width=120)
+    return f"# {ranks} on {options.nodes} nodes\n{text}"
+
+
+def _name_of(run_name: str) -> str:
+    """Return the name of a run's JobSet."""
+    return re.sub(r"[^a-z0-9]+", "-", f"run-{run_name}".lower())[:42].strip("-")
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise :class:`UserError` for an option whose value is not valid in Kubernetes."""
     for key, (pattern, allowed) in PATTERNS.items():
         if values[key] is not None and not re.fullmatch(pattern, values[key]):
-            raise UserError("MW-LAUNCH-068", f"--{key} {values[key]!r} is not valid in Kubernetes: give {allowed}")
-    check_lines(options.config, *overrides)
-    uses_gpus = config.train.device != "cpu"
+            raise UserError(
+                "MW-LAUNCH-068",
+                f"--{key} {values[key]!r} is not valid in Kubernetes: give {allowed}",
+            )
+
+
+def _pod(
+    name: str, train: Train, overrides: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the specification of the pod of a node."""
+    resource = "cpu" if train.device == "cpu" else "nvidia.com/gpu"
+    limits = {resource: options.devices_per_node}
+    if options.memory:
+        limits["memory"] = options.memory
+    # NCCL's buffers between the ranks of a node
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # NCCL's buffers between the ranks of a node
-    if options.claim is not None:
-        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}})
-        mounts.append({"name": "shared", "mountPath": options.mount})
-    resources = {"nvidia.com/gpu": options.devices_per_node} if uses_gpus else {"cpu": options.devices_per_node}
-    limits = {**resources, **({"memory": options.memory} if options.memory else {})}
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     container = {
         "name": "ranks",
         "image": options.image,
@@ -84,36 +146,17 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
         "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, {"name": JOBSET, "value": name}],
         "resources": {"limits": limits},
         "volumeMounts": mounts,
-        **({"workingDir": options.mount} if options.claim is not None else {}),
     }
-    pods = {
+    if options.claim is not None:
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}})
+        mounts.append({"name": "shared", "mountPath": options.mount})
+        container["workingDir"] = options.mount
+    return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 60,
         "containers": [container],
         "volumes": volumes,
     }
-    job = {
-        "parallelism": options.nodes,
-        "completions": options.nodes,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": RECURRING}]},
-        "template": {"spec": pods},
-    }
-    jobset = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": name, **({"namespace": options.namespace} if options.namespace else {})},
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": [FAIL_TOO]},
-            "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
-        },
-    }
-    grid = Grid(*config.parallel.degrees)
-    ranks = f"{grid} = {grid.size} ranks"
-    text: str = yaml.safe_dump(jobset, sort_keys=False, width=120)
-    return f"# {ranks} on {options.nodes} nodes\n{text}"
 
 
 def _torchrun(name: str, options: argparse.Namespace) -> list[str]:
@@ -127,9 +170,17 @@ def _torchrun(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> list[str]:
-    """Return torchrun's node rank, in which Kubernetes expands the pod's index, and the ranks' command."""
+    """Return torchrun's node rank, in which Kubernetes expands the pod's index,
+    and the ranks' command.
+    """
     words = [options.config, *overrides, *["--trust-code"] * options.trust_code]
-    return ["--node-rank=$(JOB_COMPLETION_INDEX)", "-m", "meshwright_launch", "train", *map(_literal, words)]
+    return [
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "-m",
+        "meshwright_launch",
+        "train",
+        *map(_literal, words),
+    ]
 
 
 def _literal(word: str) -> str:

@@ -1,8 +1,9 @@
-"""Temporary directory of a launcher, and removal of directories that killed launchers have left behind.
+"""Temporary directory of a launcher, and removal of directories
+that killed launchers have left behind.
 
-A process killed with -9 removes nothing. Each launcher holds a lock on its directory while it lives, so one with a free
-lock is abandoned. (A process id would prove nothing: two containers may share /tmp.) systemd-tmpfiles, which deletes
-old files of /tmp, leaves a locked directory alone.
+A process killed with -9 removes nothing. Each launcher holds a lock on its directory while it
+lives, so one with a free lock is abandoned. (A process id would prove nothing: two containers may
+share /tmp.) systemd-tmpfiles, which deletes old files of /tmp, leaves a locked directory alone.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ PREFIX = "meshwright-launcher-"
 PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
 YOUNG_S = 60
 """Age in seconds below which a launcher may still be about to lock its directory."""
-LOCK = "lock"
-"""Lock file, the only lock of earlier versions, whose launchers may run beside this one."""
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 MAX_PATH_LENGTH = 60
-"""Bytes of a directory's path that leave room for the name of a Unix socket; the kernel allows 107 in all."""
+"""Bytes of a directory's path that leave room for the name of a Unix socket;
+the kernel allows 107 in all.
+"""
 
-_own: dict[int, tuple[Path, list[FileLock]]] = {}
+_own: dict[int, tuple[Path, FileLock]] = {}
 
 
 def own_directory() -> Path:
-    """Return this process's temporary directory, mode 0700; created at the first call, removed at exit.
+    """Return this process's temporary directory, mode 0700; created at the first call,
+    removed at exit.
 
     The socket of multiprocessing's fork server goes there too.
     """
     pid = os.getpid()
     if pid not in _own:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_directory()))
-        locks = [FileLock(path, DIRECTORY_FLAGS), FileLock(path / LOCK, mode=0o600)]
-        for lock in locks:
-            lock.take()
-        _own[pid] = path, locks
-        # multiprocessing.util.get_temp_dir puts its sockets there, instead of a directory of its own
+        lock = FileLock(path, DIRECTORY_FLAGS)
+        lock.take()
+        _own[pid] = path, lock
+        # multiprocessing.util.get_temp_dir puts its sockets there, instead of a directory of its
+        # own
         multiprocessing.process.current_process()._config.setdefault("tempdir", str(path))  # type: ignore[attr-defined]
         atexit.register(_remove_own, pid)
     return _own[pid][0]
@@ -63,7 +65,9 @@ def _remove_own(pid: int) -> None:
 
 
 def remove_leftovers() -> None:
-    """Remove this user's launcher directories whose lock is free; never another user's, never through a link."""
+    """Remove this user's launcher directories whose lock is free; never another user's,
+    never through a link.
+    """
     for entry in _temporary_directory().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = entry.lstat()
@@ -73,8 +77,5 @@ def remove_leftovers() -> None:
 
 
 def _is_abandoned(directory: Path, modified_s: float) -> bool:
-    with contextlib.suppress(FileNotFoundError), FileLock(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW) as lock:
-        if not lock.take():
-            return False
     with FileLock(directory, DIRECTORY_FLAGS) as lock:
         return time.time() - modified_s > YOUNG_S and lock.take()

@@ -7,11 +7,12 @@
           | pipe     ...
     fork server ---- forks them: 0.1 s each instead of an import of torch each
 
-Every socket of a local run listens on the loopback interface (docs/security.md). torch's elastic agent is not used: its
-store listens on all interfaces, and the agent unpickles what any client writes there.
+Every socket of a local run listens on the loopback interface (docs/security.md). torch's elastic
+agent is not used: its store listens on all interfaces, and the agent unpickles what any client
+writes there.
 
-No rank outlives the launcher: each watches a pipe of the launcher, and dies with the fork server. rank.py is the side
-of the rank.
+No rank outlives the launcher: each watches a pipe of the launcher, and dies with the fork server.
+rank.py is the side of the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.config import Launch, RunConfig
 from meshwright.errors import ConfigError, MeshError
 from meshwright.run.directory import run_directory
 from meshwright.system.process import SIGNALS, end_process, ignored_signals
@@ -41,9 +42,13 @@ from meshwright_launch.rank import LocalRank, Work, run_rank, set_threads
 LOOPBACK = "127.0.0.1"
 MAX_RANKS = 1024
 UNKNOWN_EXIT = 255
-"""Exit code that multiprocessing reports for a child whose fork server is gone: the true one is lost."""
+"""Exit code that multiprocessing reports for a child whose fork server is gone:
+the true one is lost.
+"""
 POLL_S = 1.0
-"""Interval in seconds in which the launcher looks for signal handlers of ranks, until all have one."""
+"""Interval in seconds in which the launcher looks for signal handlers of ranks,
+until all have one.
+"""
 SHUTDOWN_S = 3
 """Time for the remaining ranks to end by themselves after a failure."""
 
@@ -62,22 +67,25 @@ class Interrupted(BaseException):
         super().__init__(f"ended by {signal.Signals(signum).name}")
 
 
-def has_children(config: RunConfig) -> bool:
-    """Return True if ranks run in child processes; a single rank does only if it may have to be restarted."""
-    return config.launch.processes != 1 or config.launch.max_restarts > 0
+def has_children(launch: Launch) -> bool:
+    """Return True if ranks run in child processes;
+    a single rank does only if it may have to be restarted.
+    """
+    return launch.processes != 1 or launch.max_restarts > 0
 
 
 def launch(work: Work, config: RunConfig) -> None:
-    """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine; block until all have ended.
+    """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine;
+    block until all have ended.
 
-    ``config`` is resolved. ``work`` is pickled by name. A single rank runs in this process, unless it may have to be
-    restarted.
+    ``config`` is resolved. ``work`` is pickled by name. A single rank runs in this process, unless
+    it may have to be restarted.
 
     Raises:
         MeshError: the port in MASTER_PORT is taken, or the launcher cannot listen on loopback.
         ConfigError: too many ranks, or the log directory cannot be written.
-        RankFailed: a rank raised or died; has its message and those of later failures. Also if the fork server ended.
-            With exit code 85: all ranks have saved and exited after a signal.
+        RankFailed: a rank raised or died; has its message and those of later failures. Also if the
+            fork server ended. With exit code 85: all ranks have saved and exited after a signal.
         Interrupted: a signal arrived before all ranks could save.
     """
     num_ranks = config.launch.processes
@@ -85,25 +93,26 @@ def launch(work: Work, config: RunConfig) -> None:
     if num_ranks > MAX_RANKS:
         raise ConfigError(
             "MW-LAUNCH-033",
-            f"{num_ranks:,} ranks on this machine: at most {MAX_RANKS:,} are started here. Lower a degree, or use "
-            f"several nodes (`meshwright slurm`)",
+            f"{num_ranks:,} ranks on this machine: at most {MAX_RANKS:,} are started here. Lower a"
+            " degree, or use several nodes (`meshwright slurm`)",
         )
-    if not has_children(config):
+    if not has_children(config.launch):
         set_threads(config.launch.threads)
         try:
             work(config, end_process)
-        except (SystemExit, BrokenPipeError) as error:  # from user code: treated as from a rank in its own process
+        except (SystemExit, BrokenPipeError) as error:
+            # from user code: treated as from a rank in its own process
             failure = describe(error, 0)
             raise RankFailed(f"rank 0: {failure.message}\n{failure.trace}", 0) from None
         return
-    logs = run_directory(config) / "logs"
+    logs = run_directory(config.run) / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             "MW-LAUNCH-034",
-            f"the logs of this run cannot be written to {logs}: {error.strerror}; choose another run.directory or "
-            f"run.name",
+            f"the logs of this run cannot be written to {logs}: {error.strerror}; choose another"
+            " run.directory or run.name",
         ) from None
     port = _rendezvous_port()
     with contextlib.ExitStack() as stack:
@@ -127,9 +136,11 @@ def launch(work: Work, config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
-    """Serve the ranks' rendezvous store from this process, on 127.0.0.1 only; yield the store and its port.
+    """Serve the ranks' rendezvous store from this process, on 127.0.0.1 only;
+    yield the store and its port.
 
-    torch's own TCPStore would listen on all interfaces, so it is given a socket that is already bound.
+    torch's own TCPStore would listen on all interfaces, so it is given a socket that is already
+    bound.
     """
     import torch.distributed as dist
 
@@ -138,8 +149,8 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
     except OSError as error:
         raise MeshError(
             "MW-LAUNCH-035",
-            f"the launcher cannot listen at {LOOPBACK}, port {port or 'any'}: {error.strerror}. Set MASTER_PORT to a "
-            f"free port",
+            f"the launcher cannot listen at {LOOPBACK}, port {port or 'any'}: {error.strerror}. Set"
+            " MASTER_PORT to a free port",
         ) from None
     bound = listener.getsockname()[1]
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -149,7 +160,12 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
 
 
 def _start(
-    work: Work, config: RunConfig, port: int, logs: Path, records: Path, ignored: list[signal.Signals]
+    work: Work,
+    config: RunConfig,
+    port: int,
+    logs: Path,
+    records: Path,
+    ignored: list[signal.Signals],
 ) -> list[Any]:
     """Fork all ranks; return their processes by rank.
 
@@ -163,24 +179,29 @@ def _start(
     for rank in range(num_ranks):
         place = LocalRank(rank, num_ranks, LOOPBACK, port)
         process = context.Process(
-            target=run_rank, args=(work, config, str(logs), str(records), ignored, place), name=f"rank-{rank}"
+            target=run_rank,
+            args=(work, config, str(logs), str(records), ignored, place),
+            name=f"rank-{rank}",
         )
         try:
             process.start()
         except (OSError, EOFError) as error:
-            raise _server_gone(f"while it started rank {rank} ({error or type(error).__name__})", rank) from None
+            raise _server_gone(
+                f"while it started rank {rank} ({error or type(error).__name__})", rank
+            ) from None
         ranks.append(process)
     return ranks
 
 
 def _watch(ranks: Sequence[Any], records: Path, logs: Path, all_listen: Callable[[], bool]) -> None:
-    """Block until all ranks have exited, or until one has failed and the others were ended after it.
+    """Block until all ranks have exited,
+    or until one has failed and the others were ended after it.
 
     Calls ``all_listen`` until it returns True.
 
     Raises:
-        RankFailed: a rank failed, all have saved and exited on request, or the fork server was killed, and the ranks
-            with it.
+        RankFailed: a rank failed, all have saved and exited on request, or the fork server was
+            killed, and the ranks with it.
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while running:
@@ -213,24 +234,31 @@ def _end_all(ranks: Sequence[Any]) -> None:
 
 
 def _server_gone(when: str, rank: int) -> RankFailed:
-    """Return the failure of a run whose fork server has ended: the kernel may have killed it, as it may kill a rank."""
+    """Return the failure of a run whose fork server has ended: the kernel may have killed it,
+    as it may kill a rank.
+    """
     error = ForkServerError(
         "MW-LAUNCH-036",
-        f"the process that forks the ranks has ended {when}: if nobody killed it, the kernel was out of memory "
-        f"(see `dmesg`). Start again, with fewer ranks or a smaller model if memory is short",
+        f"the process that forks the ranks has ended {when}: if nobody killed it, the kernel was"
+        " out of memory (see `dmesg`). Start again, with fewer ranks or a smaller model if memory"
+        " is short",
     )
     return RankFailed(str(error), rank, error.exit_code)
 
 
 class _SignalForwarder:
-    """Signal handler of the launcher: forwards the first signal to the ranks, which then save and exit.
+    """Signal handler of the launcher: forwards the first signal to the ranks,
+    which then save and exit.
 
-    While some rank has no handler yet, there is nothing to save, and all are killed. ``listening``: directory with a
-    file for each rank that has a handler, named by its process id. A file is needed only once: a program that cleans
-    the temporary directory may delete it while the run goes on.
+    While some rank has no handler yet, there is nothing to save, and all are killed. ``listening``:
+    directory with a file for each rank that has a handler, named by its process id. A file is
+    needed only once: a program that cleans the temporary directory may delete it while the run goes
+    on.
     """
 
-    def __init__(self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]) -> None:
+    def __init__(
+        self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]
+    ) -> None:
         self._listening = listening
         self._num_ranks = num_ranks
         self._others = others
@@ -242,7 +270,8 @@ class _SignalForwarder:
     def installed(self, signals: set[signal.Signals]) -> Iterator[None]:
         """Handle ``signals`` inside the block; restore the previous handlers after it.
 
-        Once the ranks have been signalled, further signals are ignored instead, because this process is exiting too.
+        Once the ranks have been signalled, further signals are ignored instead, because this
+        process is exiting too.
         """
         before = {each: signal.signal(each, self._handle) for each in signals}
         try:
@@ -259,7 +288,9 @@ class _SignalForwarder:
         return len(self._pids) >= self._num_ranks
 
     def _handle(self, signum: int, frame: object) -> None:
-        """Forward the first signal to all ranks; raise Interrupted on SIGQUIT, or if some rank has no handler yet."""
+        """Forward the first signal to all ranks; raise Interrupted on SIGQUIT,
+        or if some rank has no handler yet.
+        """
         if signum == signal.SIGQUIT:
             raise Interrupted(signum)
         if self.has_forwarded:
@@ -269,7 +300,8 @@ class _SignalForwarder:
             raise Interrupted(signum)
         self.has_forwarded = True
         for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):  # the rank has finished its last step and exited
+            # the rank has finished its last step and exited
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
 
@@ -280,7 +312,9 @@ def _rendezvous_port() -> int:
 
 
 def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
-    """Kill all child processes except ``but``; otherwise the interpreter would wait for them at exit."""
+    """Kill all child processes except ``but``;
+    otherwise the interpreter would wait for them at exit.
+    """
     for child in multiprocessing.active_children():
         if child not in but:
             child.kill()

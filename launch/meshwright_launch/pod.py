@@ -5,11 +5,12 @@
     rank, on failure    failure record: exit code, time, lost_peer (echo)  -> directory in FAILURES
     this process        after torchrun: exit code of the earliest record that is not an echo of another rank
 
-torchrun reports any failure of a rank as 1, and a scheduler that must not repeat an error of the configuration needs
-the rank's own code. A rank that was ended as a consequence writes no record. Without records (a rank was killed) the
-exit code is torchrun's.
+torchrun reports any failure of a rank as 1, and a scheduler that must not repeat an error of the
+configuration needs the rank's own code. A rank that was ended as a consequence writes no record.
+Without records (a rank was killed) the exit code is torchrun's.
 
-A node whose ranks have only lost their peers exits ECHO_S later, so that the scheduler sees the cause's node first.
+A node whose ranks have only lost their peers exits ECHO_S later, so that the scheduler sees the
+cause's node first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(arguments: list[str], echo_s: float = ECHO_S) -> int:
-    """Run torchrun with these arguments; return 0, or the exit code of the rank that failed first on this node."""
+    """Run torchrun with these arguments; return 0,
+    or the exit code of the rank that failed first on this node.
+    """
     torchrun: subprocess.Popen[bytes] | None = None
     received: list[int] = []
 
@@ -53,7 +56,8 @@ def main(arguments: list[str], echo_s: float = ECHO_S) -> int:
         return 0
     if not received and (not failures or failures[0].lost_peer):
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        signal.sigtimedwait(SIGNALS, echo_s)  # the scheduler ends this node with a signal, once it has seen the other
+        # the scheduler ends this node with a signal, once it has seen the other
+        signal.sigtimedwait(SIGNALS, echo_s)
     return failures[0].exit_code if failures else code if code > 0 else 128 - code
 
 

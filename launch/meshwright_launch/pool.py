@@ -1,13 +1,15 @@
-"""Pool of ranks that are started once and reused for many worlds, by the tests and ``meshwright verify``.
+"""Pool of ranks that are started once and reused for many worlds,
+by the tests and ``meshwright verify``.
 
     run(f, 4) -> [f(0, 4), f(1, 4), f(2, 4), f(3, 4)]        each in a process of its own, joined by gloo
 
     parent     | fork x max_ranks | (f, args) -> 0..3 | <- results | release 0..3 |   (g, args) -> 0..7 | ...
     worker 2   | blocks           | init group, run f | result ->  | destroy group|   init group, run g | ...
 
-The workers are forked from the calling process after torch is imported. A world of 8 ranks therefore starts in 0.2 s
-instead of 15 s. Each world uses a rendezvous file of its own, so that the groups of two worlds never mix. When a rank
-raises, dies or hangs, all workers are killed and the next call forks new ones.
+The workers are forked from the calling process after torch is imported. A world of 8 ranks
+therefore starts in 0.2 s instead of 15 s. Each world uses a rendezvous file of its own, so that the
+groups of two worlds never mix. When a rank raises, dies or hangs, all workers are killed and the
+next call forks new ones.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ from meshwright_launch.leftovers import own_directory, remove_leftovers
 from meshwright_launch.worker import WorkerCall, WorkerFailure, serve
 
 GRACE_S = 0.2
-"""Time for other ranks to report a failure after the first report, so that the earliest failure is found."""
+"""Time for other ranks to report a failure after the first report,
+so that the earliest failure is found.
+"""
 
 
 class RankError(RuntimeError):
-    """Failure of a rank in a world. The message begins with the rank that failed first, also in ``rank``.
+    """Failure of a rank in a world. The message begins with the rank that failed first,
+    also in ``rank``.
 
     The exception that the rank raised is the ``__cause__`` if it could be pickled.
     """
@@ -55,7 +60,9 @@ class RankTimeout(RankError):
 
 
 class Worker(NamedTuple):
-    """Forked process, the parent's end of its pipe, and the file to which SIGUSR1 makes it write its stack."""
+    """Forked process, the parent's end of its pipe,
+    and the file to which SIGUSR1 makes it write its stack.
+    """
 
     pid: int
     pipe: Connection
@@ -65,8 +72,9 @@ class Worker(NamedTuple):
 class RankPool:
     """Pool of up to ``max_ranks`` worker processes on this machine's CPU, for one world at a time.
 
-    Create it in the main thread and close it (``with``). The workers die with the parent, however that dies. Functions
-    are pickled by name: workers do not see changes made to a module after the fork (a monkeypatch).
+    Create it in the main thread and close it (``with``). The workers die with the parent, however
+    that dies. Functions are pickled by name: workers do not see changes made to a module after the
+    fork (a monkeypatch).
     """
 
     def __init__(self, max_ranks: int = 8) -> None:
@@ -84,11 +92,14 @@ class RankPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Run ``function(rank, world_size, *args)`` in all ranks at once, with a gloo group between them.
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    ) -> list[Any]:
+        """Run ``function(rank, world_size, *args)`` in all ranks at once,
+        with a gloo group between them.
 
-        Blocks until all ranks have finished. RANK, WORLD_SIZE and LOCAL_RANK are set during the call; torch's generator
-        starts at seed 0 in every rank. Arguments and results are pickled.
+        Blocks until all ranks have finished. RANK, WORLD_SIZE and LOCAL_RANK are set during the
+        call; torch's generator starts at seed 0 in every rank. Arguments and results are pickled.
 
         Returns:
             The results, by rank.
@@ -97,18 +108,22 @@ class RankPool:
             RankError: a rank raised or died. Has the first such rank, with its traceback.
             RankTimeout: some ranks had not finished after ``timeout_s``. Has the stack of each.
         """
-        assert 1 <= world_size <= self.max_ranks, f"world_size {world_size}, but the pool has {self.max_ranks} ranks"
+        assert 1 <= world_size <= self.max_ranks, (
+            f"world_size {world_size}, but the pool has {self.max_ranks} ranks"
+        )
         while len(self._workers) < self.max_ranks:
             self._workers.append(self._fork(len(self._workers)))
         self._num_worlds += 1
         store = str(self._directory / f"world-{self._num_worlds}")
         calls = [
-            pickle.dumps(WorkerCall(function, args, rank, world_size, store, timeout_s)) for rank in range(world_size)
+            pickle.dumps(WorkerCall(function, args, rank, world_size, store, timeout_s))
+            for rank in range(world_size)
         ]  # all are pickled before any is sent: an argument that cannot be pickled leaves the workers unharmed
         workers = self._workers[:world_size]
         try:
             for worker, call in zip(workers, calls, strict=True):
-                with contextlib.suppress(BrokenPipeError):  # a dead worker is reported when its result is missing
+                # a dead worker is reported when its result is missing
+                with contextlib.suppress(BrokenPipeError):
                     worker.pipe.send_bytes(call)
             results = _gather(workers, timeout_s)
             for worker in workers:
@@ -119,13 +134,16 @@ class RankPool:
         return results
 
     def pids(self) -> list[int]:
-        """Return the workers' process ids by rank; empty before the first call and after a failure."""
+        """Return the workers' process ids by rank;
+        empty before the first call and after a failure.
+        """
         return [worker.pid for worker in self._workers]
 
     def kill(self) -> None:
         """Kill all workers; the next call forks new ones."""
         for worker in self._workers:
-            with contextlib.suppress(ChildProcessError):  # reaped already: the number may be another process's by now
+            # reaped already: the number may be another process's by now
+            with contextlib.suppress(ChildProcessError):
                 if os.waitpid(worker.pid, os.WNOHANG) == (0, 0):
                     os.kill(worker.pid, signal.SIGKILL)
         for worker in self._workers:
@@ -150,7 +168,8 @@ class RankPool:
             try:
                 die_with_parent(parent)
                 parent_end.close()
-                for other in self._workers:  # inherited ends would keep a pipe open after the parent has closed it
+                # inherited ends would keep a pipe open after the parent has closed it
+                for other in self._workers:
                     other.pipe.close()
                 serve(worker_end, stack)
             finally:
@@ -175,7 +194,8 @@ def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
             try:
                 answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                # Peers see a dead rank as a closed connection. It failed before they did, whenever its pipe closes.
+                # Peers see a dead rank as a closed connection. It failed before they did, whenever
+                # its pipe closes.
                 answer = WorkerFailure(0.0, _describe_exit(workers[rank].pid), "", None)
             if isinstance(answer, WorkerFailure):
                 if not failures:
@@ -202,12 +222,18 @@ def _rank_error(failures: dict[int, WorkerFailure], rank: int) -> RankError:
     lines = [f"rank {rank}: {failures[rank].summary}"]
     if failures[rank].trace:
         lines.append(failures[rank].trace.rstrip())
-    lines += [f"then rank {other}: {failures[other].summary}" for other in sorted(failures) if other != rank]
+    lines += [
+        f"then rank {other}: {failures[other].summary}"
+        for other in sorted(failures)
+        if other != rank
+    ]
     return RankError("\n".join(lines), rank)
 
 
 def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankTimeout:
-    """Return the error with the stacks of ranks without a result: the one outside a collective is to blame."""
+    """Return the error with the stacks of ranks without a result:
+    the one outside a collective is to blame.
+    """
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(workers[rank].pid, signal.SIGUSR1)

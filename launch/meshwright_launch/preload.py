@@ -1,4 +1,6 @@
-"""Module for the fork server, which can only import modules: importing it prepares the server to fork ranks."""
+"""Module for the fork server, which can only import modules:
+importing it prepares the server to fork ranks.
+"""
 
 from meshwright_launch.forking import preload
 

@@ -1,4 +1,5 @@
-"""Python API: a run that a script or a notebook steps by itself. ``import meshwright`` shows these names.
+"""Python API: a run that a script or a notebook steps by itself.
+``import meshwright`` shows these names.
 
     config = meshwright.load_config("run.toml")          or make_config(model={...}, data={...}, ...)
     with meshwright.open_run(config) as run:             mesh, lock, parts, resume
@@ -6,8 +7,8 @@
     meshwright.run_training(config, [MyObserver()])      the whole loop of `meshwright train`, in this rank
     meshwright.spawn(function, config)                   function(config) on each rank of this machine
 
-A process that torchrun, srun, mpirun or :func:`spawn` has started is one rank of many; any other process is the only
-rank.
+A process that torchrun, srun, mpirun or :func:`spawn` has started is one rank of many; any other
+process is the only rank.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 
 from meshwright.build import build
 from meshwright.checkpoint.files import final_directory
-from meshwright.config import RunConfig, default_world_size, load, load_saved, resolve
-from meshwright.config.layout_keys import WHOLE_SAMPLES
+from meshwright.config import Launch, RunConfig, load, load_saved, resolve
+from meshwright.config.combinations.axes import WHOLE_SAMPLES
 from meshwright.data.sources import corpus_times
 from meshwright.errors import ConfigError
 from meshwright.inference.evaluate import EvaluationJob, EvaluationResult
@@ -45,10 +46,13 @@ from meshwright_launch.environment import Launcher, launch_environment, rank_var
 from meshwright_launch.work import check, check_data, open_run_files, open_run_mesh, work
 
 
-def load_config(path: str | PathLike[str], overrides: Sequence[str] = (), *, trust_code: bool = False) -> RunConfig:
+def load_config(
+    path: str | PathLike[str], overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> RunConfig:
     """Load a configuration file with overrides such as ``"train.steps=10"``.
 
-    ``trust_code``: accept functions of others that a configuration in a run, checkpoint or export names.
+    ``trust_code``: accept functions of others that a configuration in a run, checkpoint or export
+        names.
 
     Raises:
         ConfigError: one error with all problems of the file and the overrides.
@@ -59,7 +63,8 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = (), *, tru
 
 
 def make_config(**sections: Mapping[str, Any]) -> RunConfig:
-    """Build a configuration from its sections as mappings: ``make_config(model={"builder": ...}, train={...})``.
+    """Build a configuration from its sections as mappings: ``make_config(model={"builder": ...},
+    train={...})``.
 
     Raises:
         ConfigError: one error with all problems, as for a file.
@@ -68,7 +73,9 @@ def make_config(**sections: Mapping[str, Any]) -> RunConfig:
 
 
 class OpenRun:
-    """One rank of an open run. Every method is collective: each rank must call it, in the same order."""
+    """One rank of an open run. Every method is collective: each rank must call it,
+    in the same order.
+    """
 
     def __init__(self, parts: Parts, files: RunFiles) -> None:
         self.parts = parts
@@ -89,20 +96,24 @@ class OpenRun:
         return self.parts.state.step
 
     def take_step(self) -> StepStats:
-        """Take one optimizer step on the next global batch; return its loss, gradient norm and learning rate.
+        """Take one optimizer step on the next global batch; return its loss,
+        gradient norm and learning rate.
 
         The learning rate of a step follows from ``train.steps``, also beyond it.
         """
         return take_step(self.parts)
 
     def validate(self) -> float:
-        """Return the mean loss over the validation batches (``train.validate_steps``), equal on every rank.
+        """Return the mean loss over the validation batches (``train.validate_steps``),
+        equal on every rank.
 
         Raises:
             ConfigError: the run has no validation data.
         """
         if self.parts.validation is None:
-            raise ConfigError("MW-LAUNCH-059", "the run has no validation data: set data.validation")
+            raise ConfigError(
+                "MW-LAUNCH-059", "the run has no validation data: set data.validation"
+            )
         return validate(self.parts)
 
     def save(self) -> Path:
@@ -119,22 +130,26 @@ class OpenRun:
 
 @contextlib.contextmanager
 def open_run(config: RunConfig) -> Iterator[OpenRun]:
-    """Open a run in this rank: join the mesh, lock the run's directory, build the parts, resume the newest checkpoint.
+    """Open a run in this rank: join the mesh, lock the run's directory, build the parts,
+    resume the newest checkpoint.
 
-    Nothing is saved, validated or recorded unless the block calls for it, and neither callbacks nor the watchdog run.
+    Nothing is saved, validated or recorded unless the block calls for it, and neither callbacks nor
+    the watchdog run.
 
     Raises:
-        UserError: the configuration cannot work on these ranks, or the run's checkpoints do not fit it.
+        UserError: the configuration cannot work on these ranks, or the run's checkpoints do not fit
+            it.
         LockError: another job works in the run's directory.
     """
-    rank, world_size = _join(config)
+    rank, world_size = _join(config.launch)
     config, blueprint = check(config, world_size)
-    mesh = open_run_mesh(config)
+    mesh = open_run_mesh(config.parallel, config.launch, config.train.device)
     log = print_lines if rank == 0 else _print_nothing
-    with open_run_files(config, mesh) as files:
+    with open_run_files(config.run, mesh, config.launch.threads) as files:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
         check_data(parts)
-        resume(parts, files.directory, log, [StreamState.__name__])  # a stream reads forward from an older position
+        # a stream reads forward from an older position
+        resume(parts, files.directory, log, [StreamState.__name__])
         parts.stop_reason = None  # of a callback, and none runs
         record_start(parts, files, corpus_times(parts.source), log)
         yield OpenRun(parts, files)
@@ -142,27 +157,32 @@ def open_run(config: RunConfig) -> Iterator[OpenRun]:
 
 
 def run_training(config: RunConfig, observers: Sequence[Observer] = ()) -> None:
-    """Train in this rank to ``train.steps``, as ``meshwright train`` does, with observers of the caller.
+    """Train in this rank to ``train.steps``, as ``meshwright train`` does,
+    with observers of the caller.
 
-    Saving, resuming, tracking and the watchdog are those of the command. Each rank must bring the same observers in
-    the same order; they run before the record of a step, to which they may add, and before its checkpoint.
+    Saving, resuming, tracking and the watchdog are those of the command. Each rank must bring the
+    same observers in the same order; they run before the record of a step, to which they may add,
+    and before its checkpoint.
 
     Raises:
         UserError: the configuration cannot work on these ranks.
         Preempted: a signal asked the run to end, and its checkpoint is saved.
         CallbackError: on every rank; an observer has failed on some rank.
     """
-    checked, _ = check(config, _join(config)[1])
+    checked, _ = check(config, _join(config.launch)[1])
     work(checked, observers=observers)
 
 
 def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
-    """Run ``function(config)`` on each rank of this machine, in processes of their own; block until all have ended.
+    """Run ``function(config)`` on each rank of this machine, in processes of their own;
+    block until all have ended.
 
-    A process that torchrun, srun or mpirun has started is a rank already, and calls the function itself.
+    A process that torchrun, srun or mpirun has started is a rank already, and calls the function
+    itself.
 
-    ``function`` is a module-level function: it is sent by its name, so a script calls ``spawn`` below
-    ``if __name__ == "__main__":``. The number of ranks follows from the degrees of ``config``.
+    ``function`` is a module-level function: it is sent by its name, so a script calls ``spawn``
+    below ``if __name__ == "__main__":``. The number of ranks follows from the degrees of
+    ``config``.
 
     Raises:
         UserError: the degrees do not fit this machine; before any process starts.
@@ -171,17 +191,19 @@ def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
     if launch_environment() is not Launcher.NONE:
         function(config)
         return
-    devices.choose_devices(config)
-    resolved = resolve(config, default_world_size(config, devices.num_devices(config)))
+    devices.choose_devices(config.launch)
+    resolved = resolve(config, devices.num_local_ranks(config))
     local.launch(partial(_call, function), resolved)
 
 
-def _join(config: RunConfig) -> tuple[int, int]:
-    """Set torch's variables under srun or mpirun, or the GPUs of a lone process; return (rank, world size)."""
+def _join(launch: Launch) -> tuple[int, int]:
+    """Set torch's variables under srun or mpirun, or the GPUs of a lone process; return (rank,
+    world size).
+    """
     launcher = launch_environment()
     os.environ.update(rank_variables(launcher))
     if launcher is Launcher.NONE:
-        devices.choose_devices(config)
+        devices.choose_devices(launch)
     rank, world_size, _ = environment_rank()
     return rank, world_size
 
@@ -200,7 +222,8 @@ def evaluate(
     weights: str = "weights",
     trust_code: bool = False,
 ) -> EvaluationResult:
-    """Evaluate the newest model of a run, or the checkpoint at ``place``, on its validation set, in this process.
+    """Evaluate the newest model of a run, or the checkpoint at ``place``, on its validation set,
+    in this process.
 
     Args:
         overrides: new values of ``train.device``, ``train.dtype`` or ``batch.micro_batch_size``.
@@ -215,7 +238,10 @@ def evaluate(
     where = locate(Path(place), step)._replace(weights=weights)
     alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1", *WHOLE_SAMPLES)
     config = check_evaluation(
-        config_for(where, _as_options(overrides), "evaluate", defaults=alone, trust_code=trust_code), 1
+        config_for(
+            where, _as_options(overrides), "evaluate", defaults=alone, trust_code=trust_code
+        ),
+        1,
     )
     result = EvaluationJob(where, weights == "weights", None, batches).evaluate(config)
     assert result is not None  # this process is rank 0
@@ -245,7 +271,9 @@ def sample(
 
 
 def _as_options(overrides: Sequence[str]) -> list[str]:
-    """Return overrides in the form of the command line: ``train.steps=10`` becomes ``--train.steps=10``."""
+    """Return overrides in the form of the command line:
+    ``train.steps=10`` becomes ``--train.steps=10``.
+    """
     return [each if each.startswith("--") else f"--{each}" for each in overrides]
 
 

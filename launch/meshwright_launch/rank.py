@@ -1,7 +1,8 @@
 """Process of one local rank, forked for the launcher: setup, work and end.
 
-A failing rank writes a record with the time and the reason. A rank that fails because it lost a peer lingers, so that
-the launcher notices the peer first and shows the cause instead of its echo. Every rank dies with its launcher.
+A failing rank writes a record with the time and the reason. A rank that fails because it lost a
+peer lingers, so that the launcher notices the peer first and shows the cause instead of its echo.
+Every rank dies with its launcher.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ from meshwright_launch.failure import LOG_HEAD, FailureRecord, describe, write_f
 from meshwright_launch.forking import die_with_parent
 
 Work = Callable[[RunConfig, GiveUp], None]
-"""Function that a rank runs, given its configuration and a function that ends the process if the main thread hangs."""
+"""Function that a rank runs, given its configuration and a function that ends the process
+if the main thread hangs.
+"""
 
 LINGER_S = 3.0
-"""Time that a rank lingers after it lost a peer, so that the launcher notices the lost peer first."""
+"""Time that a rank lingers after it lost a peer,
+so that the launcher notices the lost peer first.
+"""
 DUPLICATE_ERROR_DELAY_S = 30.0
-"""Delay before a rank prints an error that another rank of its node prints at once; usually it is ended before."""
+"""Delay before a rank prints an error that another rank of its node prints at once;
+usually it is ended before.
+"""
 
 
 class LocalRank(NamedTuple):
@@ -47,7 +54,8 @@ class LocalRank(NamedTuple):
     def variables(self) -> dict[str, str]:
         """Return the environment of ``torch.distributed`` for a client of the launcher's store.
 
-        All sockets of the run use the loopback interface, whatever the user's shell has set for a cluster.
+        All sockets of the run use the loopback interface, whatever the user's shell has set for a
+        cluster.
         """
         return {
             "RANK": str(self.rank),
@@ -65,7 +73,12 @@ class LocalRank(NamedTuple):
 
 
 def run_rank(
-    work: Work, config: RunConfig, logs: str, records: str, ignored: list[signal.Signals], place: LocalRank
+    work: Work,
+    config: RunConfig,
+    logs: str,
+    records: str,
+    ignored: list[signal.Signals],
+    place: LocalRank,
 ) -> None:
     """Run one rank in its own process.
 
@@ -75,9 +88,11 @@ def run_rank(
         ignored: Signals that the launcher was started to ignore.
     """
     _die_with_launcher()
-    for each in SIGNALS:  # default action until the rank installs its handlers (meshwright.system.process)
+    # default action until the rank installs its handlers (meshwright.system.process)
+    for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks all, and this process inherits that
+    # the fork server blocks all, and this process inherits that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ[LISTENING] = str(Path(records) / "listening")
     rank = place.rank
     os.environ.update(place.variables())
@@ -88,7 +103,8 @@ def run_rank(
     try:
         set_threads(config.launch.threads)
         work(config, partial(_end_rank, rank, Path(records)))
-    except Preempted as error:  # exit code 0: after a failure the launcher would end the other ranks at once
+    except Preempted as error:
+        # exit code 0: after a failure the launcher would end the other ranks at once
         if not _report(describe(error, rank), Path(records)):
             leave(error.exit_code)
     except BaseException as error:
@@ -100,8 +116,8 @@ def run_rank(
 def _report(failure: FailureRecord, records: Path) -> bool:
     """Write the failure record for the launcher, and on ranks other than 0 the error to the log.
 
-    Return False if the record cannot be written, for example because the temporary directory is full. The launcher then
-    has only the exit code.
+    Return False if the record cannot be written, for example because the temporary directory is
+    full. The launcher then has only the exit code.
     """
     is_written = True
     try:
@@ -122,7 +138,9 @@ def _end_rank(rank: int, records: Path, error: BaseException) -> None:
 
 
 def set_threads(num_threads: int) -> None:
-    """Set the number of CPU threads of this rank, even if torch was imported before OMP_NUM_THREADS was set."""
+    """Set the number of CPU threads of this rank,
+    even if torch was imported before OMP_NUM_THREADS was set.
+    """
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     import torch
 
@@ -146,9 +164,9 @@ def _die_with_launcher() -> None:
 def _close_server_pipe() -> None:
     """Close this rank's copy of the pipe that keeps the fork server alive.
 
-    The server lives as long as any process has an end of that pipe open, and Python passes it to each child. A stopped
-    rank would keep the server alive, and with it itself, after the launcher is gone. A rank that starts processes
-    through a fork server gets a server of its own.
+    The server lives as long as any process has an end of that pipe open, and Python passes it to
+    each child. A stopped rank would keep the server alive, and with it itself, after the launcher
+    is gone. A rank that starts processes through a fork server gets a server of its own.
     """
     server: Any = forkserver._forkserver
     alive_fd = getattr(server, "_forkserver_alive_fd", None)

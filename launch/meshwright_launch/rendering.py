@@ -1,4 +1,6 @@
-"""Rendering of the text templates below ``templates/``: job scripts, completion scripts, a first configuration."""
+"""Rendering of the text templates below ``templates/``: job scripts, completion scripts,
+a first configuration.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import jinja2
 def render_template(
     name: str, values: Mapping[str, Any], filters: Mapping[str, Callable[[Any], str]] | None = None
 ) -> str:
-    """Render a template. The filter ``quote`` quotes a word for a POSIX shell; an unknown value is an error."""
+    """Render a template. The filter ``quote`` quotes a word for a POSIX shell;
+    an unknown value is an error.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=jinja2.StrictUndefined,

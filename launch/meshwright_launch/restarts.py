@@ -23,16 +23,19 @@ GIVEN_UP_EXIT_CODE = 93
 RECURRING_EXIT_CODES = (UserError.exit_code, NonFiniteError.exit_code)
 """Exit codes of failures that a restart by a cluster's scheduler cannot get past."""
 TRANSIENT_EXIT_CODES = (1, 18, HangError.exit_code)
-"""Exit codes of failures that a restart on this machine may get past; 18: drifted replicas (DriftError)."""
+"""Exit codes of failures that a restart on this machine may get past; 18:
+drifted replicas (DriftError).
+"""
 MAX_FUTILE_RESTARTS = 3
 """Number of restarts in a row without a new checkpoint after which a run is given up."""
 
 
 def is_transient(failure: RankFailed) -> bool:
-    """Return True if a restart may get past the failure: a rank died, lost a peer, or raised an unexpected error.
+    """Return True if a restart may get past the failure: a rank died, lost a peer,
+    or raised an unexpected error.
 
-    A hang and drifted replicas are also transient. A user's error and a NaN/Inf would recur. A run that was already
-    ending after a signal is not restarted.
+    A hang and drifted replicas are also transient. A user's error and a NaN/Inf would recur. A run
+    that was already ending after a signal is not restarted.
     """
     return failure.exit_code in TRANSIENT_EXIT_CODES and not failure.is_requested
 
@@ -40,7 +43,8 @@ def is_transient(failure: RankFailed) -> bool:
 def find_stop_reason(seen: Sequence[frozenset[int]], most: int) -> str | None:
     """Return the reason not to restart the run, or None.
 
-    ``seen``: steps of the run's checkpoints (:func:`find_steps`) at its start and after each of its failures.
+    ``seen``: steps of the run's checkpoints (:func:`find_steps`) at its start and after each of its
+        failures.
     """
     num_restarts = len(seen) - 2
     futile = 0
@@ -63,8 +67,9 @@ def find_steps(directory: Path) -> frozenset[int]:
 def find_last_step(seen: Sequence[frozenset[int]]) -> int:
     """Return the step of the checkpoint that was published last, or 0.
 
-    It is one that was not there before. Its step need not be the highest, because a damaged checkpoint that a resume
-    has skipped may have a higher one; its time need not be the latest, because a clock may have been set back.
+    It is one that was not there before. Its step need not be the highest, because a damaged
+    checkpoint that a resume has skipped may have a higher one; its time need not be the latest,
+    because a clock may have been set back.
     """
     for before, after in zip(seen[-2::-1], seen[:0:-1], strict=True):
         if after - before:
@@ -72,7 +77,9 @@ def find_last_step(seen: Sequence[frozenset[int]]) -> int:
     return max(seen[0], default=0)
 
 
-def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log: Callable[[str], object]) -> None:
+def run_with_restarts(
+    start: Callable[[], None], most: int, directory: Path, log: Callable[[str], object]
+) -> None:
     """Call ``start()``, and again after each transient failure, with at most ``most`` restarts.
 
     Raises:
@@ -98,13 +105,20 @@ def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log
                 message = f"given up after {times}: {reason}. The last failure:\n{failure}"
                 raise RankFailed(message, failure.rank, GIVEN_UP_EXIT_CODE) from None
             first_line = str(failure).splitlines()[0]
-        log(f"{first_line}; resuming from step {find_last_step(seen)}, restart {len(seen) - 1} of {most}")
+        log(
+            f"{first_line}; resuming from step {find_last_step(seen)}, restart {len(seen) - 1} of"
+            f" {most}"
+        )
 
 
 def _log_failure(failure: RankFailed, directory: Path) -> None:
-    """Append the whole message to a log file, because the line of a restart has only its first line."""
+    """Append the whole message to a log file,
+    because the line of a restart has only its first line.
+    """
     with (
         contextlib.suppress(OSError),
-        (directory / "logs" / "failures.log").open("a", encoding="utf-8", errors="backslashreplace") as log,
+        (directory / "logs" / "failures.log").open(
+            "a", encoding="utf-8", errors="backslashreplace"
+        ) as log,
     ):
         log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n{failure}\n")

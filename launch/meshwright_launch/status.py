@@ -1,4 +1,6 @@
-"""Command ``meshwright status``: a run's state, read from ``status.json`` and ``metrics.jsonl``. No torch, no ranks."""
+"""Command ``meshwright status``: a run's state, read from ``status.json`` and ``metrics.jsonl``.
+No torch, no ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,19 @@ def describe(run: Path) -> str:
 
 
 def _measure(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
-    """Return the time per step, with the time left of a live run, and the straggler of the latest record."""
+    """Return the time per step, with the time left of a live run,
+    and the straggler of the latest record.
+    """
     last: deque[StepRecord] = deque(maxlen=LAST_STEPS)
     straggler = ""
     try:
         for record in read_records(run / METRICS):
             last.append(record)
             if record.straggler is not None and record.straggler_share is not None:
-                share = f"makes the others wait for {record.straggler_share:.0%} of a step, as of step {record.step}"
+                share = (
+                    f"makes the others wait for {record.straggler_share:.0%} of a step, as of step"
+                    f" {record.step}"
+                )
                 straggler = f"{record.straggler} {share}" if record.straggler else ""
     except DataError:
         return "", ""

@@ -1,4 +1,6 @@
-"""Command ``meshwright verify``: choose the model's size, samples and layouts, and compare them on local ranks."""
+"""Command ``meshwright verify``: choose the model's size, samples and layouts,
+and compare them on local ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
 MAX_RANKS = 8
 """Largest number of ranks of a layout: all run on this machine."""
 SAMPLES_PER_SIZE = 8
-"""Samples per step over micro-batch size, for a model that couples samples: two replicas of four micro-batches."""
+"""Samples per step over micro-batch size, for a model that couples samples:
+two replicas of four micro-batches.
+"""
 SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples per step and tokens per sample of a shrunk model."""
 
@@ -30,13 +34,17 @@ class TrialPlan(NamedTuple):
     trials: list[Trial]
     global_batch: int
     repeated: list[Layout] | None
-    """Layouts of the first trial to run twice, with a stop and a resume in the second run; None: all."""
+    """Layouts of the first trial to run twice, with a stop and a resume in the second run; None:
+    all.
+    """
 
 
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Compare layouts with one process; print a line for each and the table. Return 1 if one differs, else 0.
+    """Compare layouts with one process; print a line for each and the table.
+    Return 1 if one differs, else 0.
 
-    Default: a selection of layouts that covers the pair table, and variants of the model on a few of them.
+    Default: a selection of layouts that covers the pair table, and variants of the model on a few
+        of them.
     """
     from meshwright.config import load
     from meshwright.verify import Verification, join_reports, parse_layout
@@ -81,26 +89,32 @@ def _check_routing(mode: str | None, directory: Path | None) -> None:
     if mode is None:
         raise ConfigError(
             "MW-LAUNCH-106",
-            f"--routing-directory {directory} has no effect without --routing: add --routing record or replay",
+            f"--routing-directory {directory} has no effect without --routing: add --routing record"
+            " or replay",
         )
     if mode == "replay" and not directory.is_dir():
         raise ConfigError(
             "MW-LAUNCH-107",
-            f"--routing-directory {directory}: there is no such directory, and --routing replay takes the experts from "
-            f"it: record them first, by --routing record, or leave it out",
+            f"--routing-directory {directory}: there is no such directory, and --routing replay"
+            " takes the experts from it: record them first, by --routing record, or leave it out",
         )
     check_place(directory, folder=True, example="routing", option="--routing-directory")
 
 
 def _routing_of(trial: Trial, options: argparse.Namespace) -> tuple[str | None, Path | None]:
-    """Return the mode of routing and the directory of a trial; the user's directory is the main trial's alone."""
+    """Return the mode of routing and the directory of a trial;
+    the user's directory is the main trial's alone.
+    """
     if trial.replays:
         return "replay", None
     return options.routing, None if trial.name else options.routing_directory
 
 
-def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, whole: bool) -> TrialPlan:
-    """Prepare the model, and choose layouts and variants; print what is changed and what is left out.
+def plan_trials(
+    config: RunConfig, words: list[str], steps: int, dtype: str, *, whole: bool
+) -> TrialPlan:
+    """Prepare the model, and choose layouts and variants;
+    print what is changed and what is left out.
 
     Args:
         words: layouts as text; []: the default ones.
@@ -115,7 +129,8 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
     config = prepare(config, whole=whole)
     traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)
     own = config.batch.micro_batch_size or 2
-    if traits.couples_samples and not whole:  # the number of samples in a micro-batch is part of the model
+    # the number of samples in a micro-batch is part of the model
+    if traits.couples_samples and not whole:
         global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
     if traits.couples_samples and words:
         why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
@@ -126,7 +141,8 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
         ]
     micro_batch_size = 1
     if traits.couples_samples:
-        micro_batch_size = own if words else max(own, 2)  # default layouts have at least 2 samples in a micro-batch
+        # default layouts have at least 2 samples in a micro-batch
+        micro_batch_size = own if words else max(own, 2)
     config = magnify(config, steps, global_batch, micro_batch_size, whole=whole)
     if not words:
         layouts, repeated = choose_layouts(config, global_batch, traits)
@@ -134,7 +150,8 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
     if largest > MAX_RANKS:
         raise ConfigError(
             "MW-LAUNCH-052",
-            f"--layouts needs {largest} ranks: verify runs all of them on this machine, at most {MAX_RANKS}",
+            f"--layouts needs {largest} ranks: verify runs all of them on this machine, at most"
+            f" {MAX_RANKS}",
         )
     trials = [Trial("", config, layouts, dtype)]
     if not words and not whole:
@@ -142,11 +159,13 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
     return TrialPlan(trials, global_batch, repeated)
 
 
-def magnify(config: RunConfig, steps: int, global_batch: int, micro_batch_size: int = 1, *, whole: bool) -> RunConfig:
+def magnify(
+    config: RunConfig, steps: int, global_batch: int, micro_batch_size: int = 1, *, whole: bool
+) -> RunConfig:
     """Return the configuration with settings under which faults show (magnify.py), and print them.
 
-    The run's own batch-size ramp is left out: a trial of its own has one. With ``whole``, only the course of the
-    learning rate is compressed. ``micro_batch_size``: see :func:`clip_first`.
+    The run's own batch-size ramp is left out: a trial of its own has one. With ``whole``, only the
+    course of the learning rate is compressed. ``micro_batch_size``: see :func:`clip_first`.
     """
     from meshwright.verify import amplify, clip_first, compress, split_buckets
 
@@ -165,7 +184,9 @@ def magnify(config: RunConfig, steps: int, global_batch: int, micro_batch_size: 
 
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
-    """Return the configuration to verify (shrunk, with dropout on), and print its differences from the given one."""
+    """Return the configuration to verify (shrunk, with dropout on),
+    and print its differences from the given one.
+    """
     from meshwright.optimizer import SMALLEST
     from meshwright.verify import make_small, turn_dropout_on
 
@@ -178,28 +199,46 @@ def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
         config, notes = turn_dropout_on(config)
         for line in notes:
             put(line, flush=True)
-    if config.optimizer.name == "adamw8bit":
-        put(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
+    if config.optimizer.has_blocks:
+        put(
+            f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most"
+            " layouts"
+        )
         config = config.replace(optimizer={"block_size": SMALLEST})
     return config
 
 
-def probe_traits(config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool) -> Traits:
-    """Return the model's traits; refuse a model that no layout supports, before layouts are chosen."""
+def probe_traits(
+    config: RunConfig, global_batch: int, dtype: str, *, random_tokens: bool
+) -> Traits:
+    """Return the model's traits; refuse a model that no layout supports,
+    before layouts are chosen.
+    """
     from meshwright.blueprint import draw_blueprint
-    from meshwright.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
+    from meshwright.verify import (
+        Layout,
+        layout_config,
+        open_verify_source,
+        probe_coupling,
+        traits_of,
+    )
 
     plain = layout_config(config, Layout(), global_batch, dtype)
     draw_blueprint(plain)
     return probe_coupling(traits_of(plain), plain, open_verify_source(plain, random_tokens))
 
 
-def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
-    """Return the default layouts, and those of them to run twice; print the omitted layouts with reasons."""
+def choose_layouts(
+    config: RunConfig, global_batch: int, traits: Traits
+) -> tuple[list[Layout], list[Layout]]:
+    """Return the default layouts, and those of them to run twice;
+    print the omitted layouts with reasons.
+    """
+    from meshwright.traits import left_out
     from meshwright.verify import default_layouts, run_twice
 
     layouts, missing = default_layouts(config, traits, global_batch, MAX_RANKS)
-    for reason in traits.left_out():
+    for reason in left_out(traits):
         put(f"left out: {reason}", flush=True)
     for sentence in missing:
         put(sentence, flush=True)

@@ -13,7 +13,7 @@ from functools import partial
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
-from meshwright.config import RunConfig, resolve, samples_after
+from meshwright.config import Launch, Parallel, Run, RunConfig, resolve, samples_after
 from meshwright.data.live_files import LiveFiles
 from meshwright.data.sources import (
     StreamSource,
@@ -61,12 +61,19 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
 from meshwright.watch.observers import CorpusCheck, DriftCheck, Timing
-from meshwright_launch.callbacks import CallbackErrors, Callbacks, StreamState, find_callbacks, make_callbacks
+from meshwright_launch.callbacks import (
+    CallbackErrors,
+    Callbacks,
+    StreamState,
+    find_callbacks,
+    make_callbacks,
+)
 from meshwright_launch.context_balance import describe_balance
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
-    """Check a configuration before any process group exists; return it resolved, with its blueprint.
+    """Check a configuration before any process group exists; return it resolved,
+    with its blueprint.
 
     Raises:
         UserError: all problems in one message.
@@ -75,49 +82,64 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     blueprint = draw_blueprint(config)
     check_routing(blueprint)
     source, _ = open_sources(config)
-    find_callbacks(config)
-    find_sinks(config)
-    prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _print_nothing)
+    find_callbacks(config.train)
+    find_sinks(config.tracking)
+    prepare(
+        blueprint,
+        data_fingerprint(source),
+        print_warning if environment_rank()[0] == 0 else _print_nothing,
+    )
     return config, blueprint
 
 
-def work(config: RunConfig, give_up: GiveUp = end_process, observers: Sequence[Observer] = ()) -> None:
-    """Run one rank, from the environment that a launcher has set (torchrun's names) to the end of training.
+def work(
+    config: RunConfig, give_up: GiveUp = end_process, observers: Sequence[Observer] = ()
+) -> None:
+    """Run one rank, from the environment that a launcher has set (torchrun's names)
+    to the end of training.
 
     Args:
         give_up: ends this process when the run hangs.
-        observers: the caller's own, the same on every rank; they come before those of ``train.callbacks``.
+        observers: the caller's own, the same on every rank; they come before those of
+            ``train.callbacks``.
     """
     config = resolve(config, environment_rank()[1])
-    mesh = open_run_mesh(config)
-    with open_run_files(config, mesh) as files:
+    mesh = open_run_mesh(config.parallel, config.launch, config.train.device)
+    with open_run_files(config.run, mesh, config.launch.threads) as files:
         _train_in(files, config, mesh, give_up, observers)
 
 
-def open_run_mesh(config: RunConfig) -> Mesh:
-    """Open the mesh of a resolved configuration. Collective over all ranks; blocks."""
+def open_run_mesh(parallel: Parallel, launch: Launch, device: str) -> Mesh:
+    """Open the mesh of a resolved configuration. Collective over all ranks; blocks.
+    ``device``: ``train.device``.
+    """
     return open_mesh(
-        Grid(*config.parallel.degrees),
-        config.train.device,
-        timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
-        tp_across_nodes=config.parallel.tp_across_nodes,
-        ep_across_nodes=config.parallel.ep_across_nodes,
-        share_devices=config.launch.share_devices,
+        Grid.of(parallel.degrees),
+        device,
+        timeout_s=launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
+        tp_across_nodes=parallel.tp_across_nodes,
+        ep_across_nodes=parallel.ep_across_nodes,
+        share_devices=launch.share_devices,
     )
 
 
 @contextlib.contextmanager
-def open_run_files(config: RunConfig, mesh: Mesh) -> Iterator[RunFiles]:
+def open_run_files(run: Run, mesh: Mesh, threads: int) -> Iterator[RunFiles]:
     """Make, check and lock the run's directory for the block. Collective over all ranks; blocks."""
-    directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
+    directory = make_directory(run) if mesh.rank == 0 else run_directory(run)
     check_nodes(mesh, directory)
-    for text in find_cpu_warnings(mesh, config.launch.threads):
+    for text in find_cpu_warnings(mesh, threads):
         print_warning(text)
-    with lock_directory(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
+    with (
+        lock_directory(directory, mesh) as lock,
+        contextlib.closing(RunFiles(directory, lock)) as files,
+    ):
         yield files
 
 
-def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, observers: Sequence[Observer]) -> None:
+def _train_in(
+    files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, observers: Sequence[Observer]
+) -> None:
     """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
     parts = build(config, mesh)
@@ -131,7 +153,9 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     if warning := warn_of_small_validation(parts.validation, config.batch.global_batch):
         log(warning)
     request = StopRequest()
-    stream = [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
+    stream = (
+        [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
+    )
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
     check_added_states(parts, directory)
@@ -143,12 +167,22 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
     limit_s, replace_status = config.launch.timeout_s, partial(files.write, STATUS)
-    watchdog = Watchdog(mesh, directory, limit_s, steps, lambda: parts.state.step, give_up, replace_status)
-    with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
+    watchdog = Watchdog(
+        mesh, directory, limit_s, steps, lambda: parts.state.step, give_up, replace_status
+    )
+    # to the end: a signal after the last step, or after the first signal, changes nothing
+    with request:
         try:
-            with watchdog, mesh.activity.during("training"), tracker, StepCollector(config.train.gc_every) as collector:
+            with (
+                watchdog,
+                mesh.activity.during("training"),
+                tracker,
+                StepCollector(config.train.gc_every) as collector,
+            ):
                 if parts.state.step < steps:
-                    all_observers = observe(parts, files, tracker, request, log, callbacks, corpus_files)
+                    all_observers = observe(
+                        parts, files, tracker, request, log, callbacks, corpus_files
+                    )
                     train(parts, [*all_observers, GarbageCollection(collector)])
                 else:
                     _report_finished(parts, log)
@@ -158,36 +192,51 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
         close_mesh(mesh)
     if tracker.lost is not None:
         raise RunFilesError(
-            "MW-LAUNCH-053", f"{tracker.lost}. The run itself is complete and saved up to step {parts.state.step}"
+            "MW-LAUNCH-053",
+            f"{tracker.lost}. The run itself is complete and saved up to step {parts.state.step}",
         )
 
 
 def check_data(parts: Parts) -> None:
-    """Compare the data of all ranks. One with other samples would train on inputs that do not match the labels.
+    """Compare the data of all ranks. One with other samples would train on inputs
+    that do not match the labels.
 
     Collective over all ranks; blocks.
 
     Raises:
         DataError: on every rank; names the ranks that have other data than rank 0.
     """
-    own = {f"validation: {name}": value for name, value in data_fingerprint(parts.validation).items()}
-    every: list[dict[str, str]] = parts.mesh.world.gather_objects(own | dict(parts.data_fingerprint))
+    own = {
+        f"validation: {name}": value for name, value in data_fingerprint(parts.validation).items()
+    }
+    every: list[dict[str, str]] = parts.mesh.world.gather_objects(
+        own | dict(parts.data_fingerprint)
+    )
     different = [rank for rank, found in enumerate(every) if found != every[0]]
     if different:
         found = every[different[0]]
-        names = sorted(name for name in found.keys() | every[0].keys() if found.get(name) != every[0].get(name))
+        names = sorted(
+            name for name in found.keys() | every[0].keys() if found.get(name) != every[0].get(name)
+        )
         raise DataError(
             "MW-LAUNCH-094",
-            f"ranks {different} have other data than rank 0: rank {different[0]} has {found.get(names[0])} for "
-            f"{names[0]!r}, rank 0 {every[0].get(names[0])}. Give all nodes the same files; a data.builder must return "
-            f"the same samples in every process, for example by a generator with a fixed seed",
+            f"ranks {different} have other data than rank 0: rank {different[0]} has"
+            f" {found.get(names[0])} for {names[0]!r}, rank 0 {every[0].get(names[0])}. Give all"
+            " nodes the same files; a data.builder must return the same samples in every process,"
+            " for example by a generator with a fixed seed",
         )
 
 
 def watched_files(parts: Parts) -> LiveFiles:
-    """Return the files of the corpora to watch: on the first rank of each node all, on the others none."""
+    """Return the files of the corpora to watch: on the first rank of each node all,
+    on the others none.
+    """
     nodes, rank = parts.mesh.nodes, parts.mesh.rank
-    return live_files(parts.source, parts.validation) if nodes.index(nodes[rank]) == rank else LiveFiles([])
+    return (
+        live_files(parts.source, parts.validation)
+        if nodes.index(nodes[rank]) == rank
+        else LiveFiles([])
+    )
 
 
 def _report_finished(parts: Parts, log: Callable[[str], None]) -> None:
@@ -197,7 +246,10 @@ def _report_finished(parts: Parts, log: Callable[[str], None]) -> None:
     if parts.validation is not None:  # the same number as on the layout that trained
         with parts.mesh.activity.during("validating"):
             log(describe_validation(parts, validate(parts)))
-    log(f"the run has taken {taken}: raise train.steps to continue, or choose another run.name to train anew")
+    log(
+        f"the run has taken {taken}: raise train.steps to continue, or choose another run.name to"
+        " train anew"
+    )
 
 
 def observe(
@@ -209,7 +261,8 @@ def observe(
     callbacks: Callbacks,
     corpus_files: LiveFiles,
 ) -> list[Observer]:
-    """Return the observers of a run; :class:`Checkpoints` among them connects ``request`` to the step's flag STOP.
+    """Return the observers of a run; :class:`Checkpoints` among them connects ``request``
+    to the step's flag STOP.
 
     Their order is fixed: most of them communicate, and each may use the results of those before it.
     """
@@ -221,24 +274,31 @@ def observe(
         Timing(parts, files.directory, log),  # the traced step, stragglers
         Validation(lambda loss: log(describe_validation(parts, loss))),
         *own,  # the user's, of train.callbacks and of a script; they may add metrics to the record
-        *gpu_metrics(parts),  # utilization, power, temperature and more of all GPUs, sampled in the background
+        # utilization, power, temperature and more of all GPUs, sampled in the background
+        *gpu_metrics(parts),
         *expert_load(parts, files.directory),  # tokens of each expert, where a router counts them
         Records(tracker),  # metrics.jsonl, console, wandb
         DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
-        CorpusCheck(corpus_files.changes),  # files of the corpus that were overwritten under the run
+        # files of the corpus that were overwritten under the run
+        CorpusCheck(corpus_files.changes),
         PeakMemory(files.directory),  # memory.json
         checkpoints,  # saves
-        *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback, signal or not
+        # ends the run after an error of a callback, signal or not
+        *(CallbackErrors(callbacks) for callbacks in own),
         EndOfRun(checkpoints),  # ends the run after its last step or a signal
     ]
 
 
 def describe_validation(parts: Parts, validation_loss: float) -> str:
-    """Return the validation loss and, where the corpus has token counts, the unigram baseline beside it."""
+    """Return the validation loss and, where the corpus has token counts,
+    the unigram baseline beside it.
+    """
     text = f"validation loss  {validation_loss:.4f} {loss_unit(parts.blueprint)}"
     nats = unigram_nats(parts.validation)
     if nats is not None and has_perplexity(parts.blueprint):
-        text += f"\nunigram baseline  {nats:.4f}, by the token frequencies of the training text alone"
+        text += (
+            f"\nunigram baseline  {nats:.4f}, by the token frequencies of the training text alone"
+        )
     return text
 
 

@@ -1,4 +1,6 @@
-"""Worker of a rank pool: a forked process that runs one world after the other until the pool closes its pipe."""
+"""Worker of a rank pool: a forked process that runs one world after the other until the pool closes
+its pipe.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class WorkerCall(NamedTuple):
 
 
 class WorkerFailure(NamedTuple):
-    """Failure record of a worker. ``at_s`` is read from the clock that all processes of the machine share."""
+    """Failure record of a worker. ``at_s`` is read from the clock that all processes
+    of the machine share.
+    """
 
     at_s: float
     summary: str
@@ -57,19 +61,20 @@ def serve(pipe: Connection, stack: Path) -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 pipe.send_bytes(result)
-                # The parent now releases all ranks together, so that none exits while a peer communicates with it.
-                # If a rank failed, the parent kills all instead. Until then the failed rank's connections stay open,
-                # and its peers have no error to report.
+                # The parent now releases all ranks together, so that none exits while a peer
+                # communicates with it. If a rank failed, the parent kills all instead. Until then
+                # the failed rank's connections stay open, and its peers have no error to report.
                 pipe.recv_bytes()
                 _destroy_groups()
     os._exit(0)
 
 
 def _renew_thread_pool() -> None:
-    """Replace torch's thread pool, which is unusable after a fork, while this process has one thread.
+    """Replace torch's thread pool, which is unusable after a fork,
+    while this process has one thread.
 
-    Otherwise each of gloo's threads replaces it in its first copy of a large tensor. Two at once race, and the message
-    fails with "Invalid thread pool!" (torch 2.13, ``caffe2::pthreadpool``).
+    Otherwise each of gloo's threads replaces it in its first copy of a large tensor. Two at once
+    race, and the message fails with "Invalid thread pool!" (torch 2.13, ``caffe2::pthreadpool``).
     """
     import torch
 
@@ -100,12 +105,16 @@ def _dump(error: BaseException) -> bytes | None:
 
 @contextlib.contextmanager
 def _world(call: WorkerCall) -> Iterator[None]:
-    """Join a new world with the state of a fresh process: environment, process group and random generator."""
+    """Join a new world with the state of a fresh process: environment,
+    process group and random generator.
+    """
     import torch
     import torch.distributed as dist
 
     before = dict(os.environ)
-    os.environ.update(RANK=str(call.rank), WORLD_SIZE=str(call.world_size), LOCAL_RANK=str(call.rank))
+    os.environ.update(
+        RANK=str(call.rank), WORLD_SIZE=str(call.world_size), LOCAL_RANK=str(call.rank)
+    )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
@@ -114,7 +123,8 @@ def _world(call: WorkerCall) -> Iterator[None]:
             store=dist.FileStore(call.store, call.world_size),  # type: ignore[attr-defined]
             rank=call.rank,
             world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout_s + 30),  # later than the parent's, which finds the hung rank
+            # later than the parent's, which finds the hung rank
+            timeout=timedelta(seconds=call.timeout_s + 30),
         )
         yield
     finally:
@@ -123,7 +133,9 @@ def _world(call: WorkerCall) -> Iterator[None]:
 
 
 def _destroy_groups() -> None:
-    """Destroy the process groups and collect leftover references: a group has three threads, one of which polls."""
+    """Destroy the process groups and collect leftover references: a group has three threads,
+    one of which polls.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():

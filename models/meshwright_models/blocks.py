@@ -1,8 +1,9 @@
 """Building blocks of the models: embedding, residual block, last norm, initial weights, assembly.
 
-Samples of several documents: the first element takes {"tokens": (B, S), "starts": (B, S) bool, True where a document
-begins}. The elements then pass (x, starts). Attention stays within a document, and positions count from its start.
-The last norm returns x alone. With multi-token prediction (``multi_token.py``) elements pass the ids as well.
+Samples of several documents: the first element takes {"tokens": (B, S), "starts": (B, S) bool, True
+where a document begins}. The elements then pass (x, starts). Attention stays within a document, and
+positions count from its start. The last norm returns x alone. With multi-token prediction
+(``multi_token.py``) elements pass the ids as well.
 
 Shapes: B samples, S tokens, D hidden, V vocabulary.
 """
@@ -26,7 +27,12 @@ from meshwright_models.last_norm import LastNorm
 from meshwright_models.multi_token import MtpModule, SharedHead, SideTensors
 from meshwright_models.mup import Mup
 
-RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight", "*.mlp.experts.down", "*.mlp.shared.down.weight")
+RESIDUAL_WEIGHTS = (
+    "*.attention.out.weight",
+    "*.mlp.down.weight",
+    "*.mlp.experts.down",
+    "*.mlp.shared.down.weight",
+)
 """Projections that end a residual branch."""
 
 
@@ -38,10 +44,11 @@ class TrainingOptions(NamedTuple):
 
     init_std: float = 0.02
     residual_init: str = "num_layers"
-    """Divisor of ``init_std`` for the projections that end a residual branch, of L layers and in layer l from 1:
+    """Divisor of ``init_std`` for the projections that end a residual branch,
+    of L layers and in layer l from 1:
 
-    ``num_layers`` sqrt(2 L), as in GPT-2, Megatron-LM and nanotron; ``layer_index`` sqrt(2 l), as torchtitan's
-    ``depth_init``; ``none`` 1.
+    ``num_layers`` sqrt(2 L), as in GPT-2, Megatron-LM and nanotron; ``layer_index`` sqrt(2 l), as
+    torchtitan's ``depth_init``; ``none`` 1.
     """
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over the vocabulary, as in torch."""
@@ -54,23 +61,38 @@ class TrainingOptions(NamedTuple):
 
     @property
     def loss_heads(self) -> list[tuple[int, float]]:
-        """Shift of the labels and weight of the loss of each depth, the trunk first; empty without modules."""
+        """Shift of the labels and weight of the loss of each depth, the trunk first;
+        empty without modules.
+        """
         depths = range(1, self.mtp_layers + 1)
-        return [(0, 1.0), *((depth, self.mtp_loss_weight / self.mtp_layers) for depth in depths)] if depths else []
+        return (
+            [(0, 1.0), *((depth, self.mtp_loss_weight / self.mtp_layers) for depth in depths)]
+            if depths
+            else []
+        )
 
     mup: Mup = Mup(1)
     """Maximal update parametrization; off by default."""
 
     def check(self) -> None:
-        """Raise ValueError for options of the initial weights, or of multi-token prediction, that make no sense."""
+        """Raise ValueError for options of the initial weights, or of multi-token prediction,
+        that make no sense.
+        """
         if self.mtp_layers < 0 or self.mtp_loss_weight < 0:
-            raise ValueError(f"mtp_layers={self.mtp_layers}, mtp_loss_weight={self.mtp_loss_weight}: at least 0")
+            raise ValueError(
+                f"mtp_layers={self.mtp_layers}, mtp_loss_weight={self.mtp_loss_weight}: at least 0"
+            )
         if self.mtp_layers and self.mup != Mup(self.mup.hidden_size):
-            raise ValueError(f"mtp_layers={self.mtp_layers} with mup_base_size: the modules have no muP; leave one out")
+            raise ValueError(
+                f"mtp_layers={self.mtp_layers} with mup_base_size: the modules have no muP; leave"
+                " one out"
+            )
         if self.init_std <= 0:
             raise ValueError(f"init_std={self.init_std} must be positive")
         if self.residual_init not in RESIDUAL_INITS:
-            raise ValueError(f"residual_init={self.residual_init!r} must be one of {', '.join(RESIDUAL_INITS)}")
+            raise ValueError(
+                f"residual_init={self.residual_init!r} must be one of {', '.join(RESIDUAL_INITS)}"
+            )
 
     def initial(self) -> dict[str, Any]:
         """Return the keyword arguments of :func:`initialise`."""
@@ -84,14 +106,23 @@ class TrainingOptions(NamedTuple):
 
 
 def initialise(
-    name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02, residual: str = "num_layers", width: float = 1.0
+    name: str,
+    tensor: Tensor,
+    *,
+    num_layers: int,
+    std: float = 0.02,
+    residual: str = "num_layers",
+    width: float = 1.0,
 ) -> None:
-    """Initialise one full parameter in place from torch's default generator, as a function of its name and shape only.
+    """Initialise one full parameter in place from torch's default generator,
+    as a function of its name and shape only.
 
-    Matrices: N(0, std). Projections that end a residual branch: N(0, std / sqrt(2 L)), so that the sum over 2 L
-    branches keeps the variance of one (GPT-2 paper, section 2.3), or with another divisor by ``residual``. Biases are
-    0; norm weights, the only other vectors, 1. ``width``: muP's width relative to the base; its square root divides the
-    standard deviation of the matrices of blocks.
+    Matrices: N(0, std). Projections that end a residual branch: N(0, std / sqrt(2 L)), so that
+    the sum over 2 L branches keeps the variance of one (GPT-2 paper, section 2.3), or with another
+    divisor by ``residual``. Biases are 0; norm weights, the only other vectors, 1.
+
+    ``width``: muP's width relative to the base; its square root divides the standard deviation of
+    the matrices of blocks.
     """
     if name.startswith("block"):
         std /= math.sqrt(width)
@@ -106,7 +137,9 @@ def initialise(
 
 
 def _residual_divisor(name: str, num_layers: int, residual: str) -> float:
-    """Return the divisor of :class:`TrainingOptions` for a weight of ``block<i>``; an ``mtp<i>`` comes after them."""
+    """Return the divisor of :class:`TrainingOptions` for a weight of ``block<i>``;
+    an ``mtp<i>`` comes after them.
+    """
     if residual == "none":
         return 1.0
     if residual == "num_layers":
@@ -126,7 +159,9 @@ def assemble(
     selective_recompute: Sequence[str],
     attributes: Mapping[str, object],
 ) -> nn.Sequential:
-    """Build the Sequential with the attributes of ``__init__.py``, tie its weights and initialise them."""
+    """Build the Sequential with the attributes of ``__init__.py``,
+    tie its weights and initialise them.
+    """
     model = nn.Sequential(OrderedDict(layers))
     for canonical, *others in tied_weights:
         for other in others:
@@ -135,39 +170,63 @@ def assemble(
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             initialise(name, parameter)
-    fused = [(n, *each) for n, module in model.named_modules() for each in getattr(module, "fused_rows", {}).items()]
-    carried: dict[str, object] = {"matrices": {f"{name}.{child}": rows for name, child, rows in fused}}
-    carried |= {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
-    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)} | dict(attributes)
+    fused = [
+        (n, *each)
+        for n, module in model.named_modules()
+        for each in getattr(module, "fused_rows", {}).items()
+    ]
+    carried: dict[str, object] = {
+        "matrices": {f"{name}.{child}": rows for name, child, rows in fused}
+    }
+    carried |= {
+        "sharding_plan": sharding_plan,
+        "divisible": divisible,
+        "tied_weights": tied_weights,
+    }
+    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)} | dict(
+        attributes
+    )
     for attribute, value in carried.items():
         setattr(model, attribute, value)
     return model
 
 
 Value = Tensor | tuple[Tensor, ...]
-"""Activations x (B, S, D), or (x, ...) with those of :class:`SideTensors`: starts (B, S) bool, ids (B, S) int64."""
+"""Activations x (B, S, D), or (x, ...) with those of :class:`SideTensors`: starts (B, S) bool,
+ids (B, S) int64.
+"""
 
 
 class Embedding(nn.Module):
-    """Token embedding, learned positions if the model has them, dropout: token ids (B, S) int64 -> (B, S, D).
+    """Token embedding, learned positions if the model has them, dropout: token ids (B, S)
+    int64 -> (B, S, D).
 
     ``multiplier``: factor on the sum of both, before the dropout.
     {"tokens": ids, "starts": (B, S) bool} -> (x, starts).
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, max_sequence_length: int, *, learned_positions: bool, dropout: float
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        max_sequence_length: int,
+        *,
+        learned_positions: bool,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.multiplier = 1.0
         self.max_sequence_length = max_sequence_length
         self.returns_ids = False
         self.tokens = nn.Embedding(vocab_size, hidden_size)
-        self.positions = nn.Embedding(max_sequence_length, hidden_size) if learned_positions else None
+        self.positions = (
+            nn.Embedding(max_sequence_length, hidden_size) if learned_positions else None
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor | dict[str, Tensor]) -> Value:
-        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts); then ids if returns_ids.
+        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts);
+        then ids if returns_ids.
 
         Raises:
             ValueError: There are more than ``max_sequence_length`` tokens.
@@ -178,12 +237,17 @@ class Embedding(nn.Module):
         length = ids.shape[1]
         if length > self.max_sequence_length:
             raise ValueError(
-                f"a sequence of {length} tokens, but the model has {self.max_sequence_length} positions: "
-                f"shorten the sequence (data.sequence_length) or raise model.options.max_sequence_length"
+                f"a sequence of {length} tokens, but the model has {self.max_sequence_length}"
+                " positions: shorten the sequence (data.sequence_length) or raise"
+                " model.options.max_sequence_length"
             )
         x = self.tokens(ids)  # (B, S, D)
         if self.positions is not None:
-            places = torch.arange(length, device=ids.device)[None] if starts is None else positions_of(starts)
+            places = (
+                torch.arange(length, device=ids.device)[None]
+                if starts is None
+                else positions_of(starts)
+            )
             x = x + self.positions(places)  # (1, S, D), or (B, S, D)
         x = self.dropout(x if self.multiplier == 1 else x * self.multiplier)
         others = ([] if starts is None else [starts]) + ([ids] if self.returns_ids else [])
@@ -191,10 +255,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S, D).
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S,
+    D).
 
-    With ``parallel`` both branches start from the block's input: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX.
-    (x, starts) -> (x, starts).
+    With ``parallel`` both branches start from the block's input: x + attention(norm(x)) +
+    mlp(norm(x)), as in GPT-NeoX. (x, starts) -> (x, starts).
     """
 
     def __init__(
@@ -217,11 +282,15 @@ class Block(nn.Module):
         self.after_mlp = nn.Dropout(dropout)
 
     def forward(self, value: Value) -> Value:
-        """Apply both branches. value: x (B, S, D), or (x, starts) with starts (B, S) bool. Return the same type."""
+        """Apply both branches. value: x (B, S, D), or (x, starts) with starts (B, S) bool.
+        Return the same type.
+        """
         carried = SideTensors(value)
         x = carried.x
         attended = x + self.after_attention(self.attention(self.attention_norm(x), carried.starts))
-        return carried.beside(attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended))))
+        return carried.beside(
+            attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended)))
+        )
 
 
 def assemble_decoder(
@@ -234,17 +303,25 @@ def assemble_decoder(
     units: Mapping[str, int],
     training: TrainingOptions,
 ) -> nn.Sequential:
-    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B,
+    S, V).
 
-    ``blocks``: the last ``mtp_layers`` of them go into the modules ``mtp0`` .., which stand between norm and head; the
-    logits are then a tuple. ``units``: name in a block of each split linear -> its indivisible units, see
-    ``__init__.py``.
+    ``blocks``: the last ``mtp_layers`` of them go into the modules ``mtp0`` .., which stand between
+    norm and head; the logits are then a tuple. ``units``: name in a block of each split linear ->
+    its indivisible units, see ``__init__.py``.
     """
     training.check()
-    embedding.multiplier, norm.multiplier = training.mup.embedding_multiplier, training.mup.output_factor
+    embedding.multiplier, norm.multiplier = (
+        training.mup.embedding_multiplier,
+        training.mup.output_factor,
+    )
     vocab_size, hidden_size = embedding.tokens.num_embeddings, embedding.tokens.embedding_dim
     trunk = blocks[: len(blocks) - training.mtp_layers]
-    layers = {"embedding": embedding, **{f"block{i}": block for i, block in enumerate(trunk)}, "norm": norm}
+    layers = {
+        "embedding": embedding,
+        **{f"block{i}": block for i, block in enumerate(trunk)},
+        "norm": norm,
+    }
     shared, recomputed, head = ["embedding.tokens.weight"], ["block*.attention.core"], "head.weight"
     if training.mtp_layers:
         embedding.returns_ids, head = True, "head.linear.weight"
@@ -260,7 +337,11 @@ def assemble_decoder(
     column_or_row = [name for name, kind in sharding_plan.items() if kind in ("column", "row")]
     split = {name: re.sub(r"^(block\*|mtp\*\.block)\.", "", name) for name in column_or_row}
     parts = [part for block in blocks for part in block.named_modules()]
-    shares = {f"{n}.{child}": e for n, part in parts for child, e in getattr(part, "shared_units", {}).items()}
+    shares = {
+        f"{n}.{child}": e
+        for n, part in parts
+        for child, e in getattr(part, "shared_units", {}).items()
+    }
     return assemble(
         layers,
         initialise=partial(initialise, num_layers=len(trunk), **training.initial()),
@@ -268,5 +349,6 @@ def assemble_decoder(
         divisible={pattern: units[child] for pattern, child in split.items()},
         tied_weights=[tuple(shared)] if len(shared) > 1 else [],
         selective_recompute=recomputed,
-        attributes=training.attributes() | {"shared_units": {p: shares[c] for p, c in split.items() if c in shares}},
+        attributes=training.attributes()
+        | {"shared_units": {p: shares[c] for p, c in split.items() if c in shares}},
     )

@@ -1,7 +1,7 @@
 """Dense decoder whose norm, positions, activation, biases and residuals are options.
 
-GPT-2 and Llama are two settings of it (``gpt2.py``, ``llama.py``). Others, with the options that differ
-from the defaults, which are Llama's:
+GPT-2 and Llama are two settings of it (``gpt2.py``, ``llama.py``). Others, with the options that
+differ from the defaults, which are Llama's:
 
     GPT-NeoX     norm "layer_norm", mlp "gelu", rotary_share 0.25, parallel_residual, all biases
     StableLM     norm "layer_norm", rotary_share 0.25
@@ -40,7 +40,11 @@ NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., LastNorm]]] = {
 """Value of ``norm`` -> the norms within the blocks, and the one after the last block."""
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 """Values of ``mlp`` with a gate -> the gate's activation."""
-CHOICES = {"norm": tuple(NORMS), "positions": ("learned", "rotary", "none"), "mlp": (*ACTIVATIONS, *GATED)}
+CHOICES = {
+    "norm": tuple(NORMS),
+    "positions": ("learned", "rotary", "none"),
+    "mlp": (*ACTIVATIONS, *GATED),
+}
 """Options that name one of several forms."""
 
 
@@ -80,7 +84,9 @@ class DecoderOptions(NamedTuple):
     mlp_bias: bool = False
     """Biases of the feed-forward projections."""
     parallel_residual: bool = False
-    """Attention and feed-forward network start from the same input: x + attention(norm(x)) + mlp(norm(x))."""
+    """Attention and feed-forward network start from the same input: x + attention(norm(x))
+    + mlp(norm(x)).
+    """
     sliding_window: int | None = None
     """Tokens that each token attends to, itself included. None: all before it."""
     tied: bool = False
@@ -107,8 +113,18 @@ class DecoderOptions(NamedTuple):
         """Raise ValueError for an unknown form, and for sizes and factors that are not positive."""
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
-        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "num_kv_heads", "head_dim")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
+                )
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "ffn_size",
+            "num_kv_heads",
+            "head_dim",
+        )
         others = (
             "max_sequence_length",
             "rope_theta",
@@ -121,7 +137,9 @@ class DecoderOptions(NamedTuple):
         if not 0 < self.rotary_share <= 1:
             raise ValueError(f"rotary_share={self.rotary_share} must be above 0 and at most 1")
         if self.mtp_layers and self.positions == "learned":
-            raise ValueError(f"mtp_layers={self.mtp_layers} needs positions = rotary or none, not learned")
+            raise ValueError(
+                f"mtp_layers={self.mtp_layers} needs positions = rotary or none, not learned"
+            )
 
     @property
     def mup(self) -> Mup:
@@ -146,14 +164,19 @@ class DecoderOptions(NamedTuple):
                 f"rotary_share={self.rotary_share} of head_dim={head_dim}"
             )
         scaling = RopeScaling(
-            self.rope_scaling_factor, self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_length
+            self.rope_scaling_factor,
+            self.rope_low_freq_factor,
+            self.rope_high_freq_factor,
+            self.rope_original_length,
         )
         frequencies = rope_frequencies(rotated, self.rope_theta, scaling)
         return [frequency / self.rope_interpolation for frequency in frequencies]
 
 
 def _attention(options: DecoderOptions) -> Callable[[], Attention]:
-    head_dim = head_dim_of(options.hidden_size, options.num_heads, options.kv_heads, options.head_dim)
+    head_dim = head_dim_of(
+        options.hidden_size, options.num_heads, options.kv_heads, options.head_dim
+    )
     sizes = options.hidden_size, options.num_heads, options.kv_heads, head_dim
     shape = AttentionShape(*sizes, options.sliding_window, options.mup.score_divisor(head_dim))
     frequencies = options.frequencies(head_dim) if options.positions == "rotary" else None
@@ -164,7 +187,9 @@ def _attention(options: DecoderOptions) -> Callable[[], Attention]:
             shape,
             bias=options.qkv_bias,
             out_bias=options.out_bias,
-            dropout=options.dropout if options.attention_dropout is None else options.attention_dropout,
+            dropout=options.dropout
+            if options.attention_dropout is None
+            else options.attention_dropout,
             rotary=None if frequencies is None else Rotary(frequencies),
             qk_norm=norm if options.qk_norm else None,
         )
@@ -173,13 +198,24 @@ def _attention(options: DecoderOptions) -> Callable[[], Attention]:
 
 
 def _mlp(options: DecoderOptions) -> tuple[Callable[[], nn.Module], str, int]:
-    """Return the builder of a feed-forward network, the name of its first projection, and its indivisible units."""
+    """Return the builder of a feed-forward network, the name of its first projection,
+    and its indivisible units.
+    """
     sizes, bias = (options.hidden_size, options.ffn_size), options.mlp_bias
     if options.mlp in GATED:
-        num_blocks = math.gcd(options.ffn_size, options.kv_heads)  # a larger tp shares blocks, as it shares kv heads
+        # a larger tp shares blocks, as it shares kv heads
+        num_blocks = math.gcd(options.ffn_size, options.kv_heads)
         activation = ACTIVATIONS[GATED[options.mlp]]
-        return partial(GatedMlp, *sizes, num_blocks, activation=activation, bias=bias), "gate_up", num_blocks
-    return partial(Mlp, *sizes, activation=ACTIVATIONS[options.mlp], bias=bias), "up", options.ffn_size
+        return (
+            partial(GatedMlp, *sizes, num_blocks, activation=activation, bias=bias),
+            "gate_up",
+            num_blocks,
+        )
+    return (
+        partial(Mlp, *sizes, activation=ACTIVATIONS[options.mlp], bias=bias),
+        "up",
+        options.ffn_size,
+    )
 
 
 def _sharding_plan(options: DecoderOptions, first: str) -> dict[str, str]:
@@ -187,7 +223,11 @@ def _sharding_plan(options: DecoderOptions, first: str) -> dict[str, str]:
     plan = {"embedding.tokens": "vocab"}
     if options.positions == "learned":
         plan["embedding.positions"] = "sequence"
-    plan |= {"block*.attention.qkv": "column", "block*.attention.dropout": "heads", "block*.attention.out": "row"}
+    plan |= {
+        "block*.attention.qkv": "column",
+        "block*.attention.dropout": "heads",
+        "block*.attention.out": "row",
+    }
     plan["block*.attention.core"] = "context"
     if options.positions == "rotary":
         plan["block*.attention.rotary"] = "positions"
@@ -197,10 +237,11 @@ def _sharding_plan(options: DecoderOptions, first: str) -> dict[str, str]:
 
 
 def build(**options: Any) -> nn.Sequential:
-    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B,
+    S, V).
 
-    Takes the fields of :class:`DecoderOptions`. tp divides ``num_kv_heads``, or is a multiple of it. Raises ValueError
-    if the sizes do not fit each other.
+    Takes the fields of :class:`DecoderOptions`. tp divides ``num_kv_heads``, or is a multiple of
+    it. Raises ValueError if the sizes do not fit each other.
     """
     chosen = DecoderOptions(**options)
     chosen.check()
@@ -217,13 +258,18 @@ def build(**options: Any) -> nn.Sequential:
             learned_positions=learned,
             dropout=chosen.dropout,
         ),
-        [block(norm(), attention(), norm(), mlp()) for _ in range(chosen.num_layers + chosen.mtp_layers)],
+        [
+            block(norm(), attention(), norm(), mlp())
+            for _ in range(chosen.num_layers + chosen.mtp_layers)
+        ],
         last(chosen.hidden_size, eps=chosen.norm_eps),
         tied=chosen.tied,
         sharding_plan=_sharding_plan(chosen, first),
         units={"attention.qkv": chosen.kv_heads, "attention.out": chosen.num_heads}
         | {f"mlp.{first}": mlp_units, "mlp.down": chosen.ffn_size},
-        training=TrainingOptions(**{name: getattr(chosen, name) for name in TrainingOptions._fields}),
+        training=TrainingOptions(
+            **{name: getattr(chosen, name) for name in TrainingOptions._fields}
+        ),
     )
 
 

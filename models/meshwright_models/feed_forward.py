@@ -1,4 +1,6 @@
-"""Feed-forward networks and their activations. Shapes: B samples, S tokens, D hidden, F ffn size (F/tp under tp)."""
+"""Feed-forward networks and their activations. Shapes: B samples, S tokens, D hidden,
+F ffn size (F/tp under tp).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ ACTIVATIONS: dict[str, Activation] = {
 class Mlp(nn.Module):
     """Feed-forward down(activation(up(x))), (B, S, D) -> (B, S, D)."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, activation: Activation, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, ffn_size: int, *, activation: Activation, bias: bool
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.up = nn.Linear(hidden_size, ffn_size, bias=bias)
@@ -46,8 +50,8 @@ class Mlp(nn.Module):
 class GatedMlp(nn.Module):
     """Gated feed-forward down(activation(gate(x)) * up(x)), (B, S, D) -> (B, S, D) (Shazeer 2020).
 
-    SwiGLU with silu, GEGLU with a GELU. Gate and up are one projection. Its rows are ordered in blocks, so that a
-    contiguous run of blocks contains each gate row with its up row::
+    SwiGLU with silu, GEGLU with a GELU. Gate and up are one projection. Its rows are ordered in
+    blocks, so that a contiguous run of blocks contains each gate row with its up row::
 
         | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = block_size
 
@@ -55,7 +59,13 @@ class GatedMlp(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, ffn_size: int, num_blocks: int, *, activation: Activation, bias: bool = False
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_blocks: int,
+        *,
+        activation: Activation,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.block_size = ffn_size // num_blocks
@@ -66,5 +76,7 @@ class GatedMlp(nn.Module):
         self.shared_units = {"gate_up": (self.fused_rows["gate_up"], 0, "block_size")}
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = rearrange(self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)
+        gate, up = rearrange(
+            self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size
+        )
         return self.down(rearrange(self.activation(gate) * up, "b s n f -> b s (n f)"))

@@ -1,7 +1,8 @@
-"""GPT-2: learned positions, LayerNorm before each branch, GELU, biases, head tied to the token embedding.
+"""GPT-2: learned positions, LayerNorm before each branch, GELU, biases,
+head tied to the token embedding.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Sizes of the released models
-(layers, hidden, heads -> parameters):
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Sizes of the released
+models (layers, hidden, heads -> parameters):
 
     small  12   768  12 ->   124,439,808        large  36  1280  20 ->   774,030,080
     medium 24  1024  16 ->   354,823,168        xl     48  1600  25 -> 1,557,611,200
@@ -55,12 +56,15 @@ def build(
     mup_embedding_multiplier: float = 1.0,
     mup_output_multiplier: float = 1.0,
 ) -> nn.Sequential:
-    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B,
+    S, V).
 
-    Also takes {"tokens": ids, "starts": (B, S) bool}: attention within each document, see ``blocks.py``.
+    Also takes {"tokens": ids, "starts": (B, S) bool}: attention within each document, see
+    ``blocks.py``.
 
-    ``dropout`` is one probability for all three places: embedding, attention probabilities, end of a branch. With
-    ``dropout=0`` training runs the fused attention kernel. ``ffn_size=None`` means 4 x hidden_size.
+    ``dropout`` is one probability for all three places: embedding, attention probabilities, end of
+    a branch. With ``dropout=0`` training runs the fused attention kernel. ``ffn_size=None`` means 4
+    x hidden_size.
 
     Raises:
         ValueError: The sizes do not fit each other.
@@ -77,7 +81,9 @@ def build(
         norm_eps=norm_eps,
     )
     head_dim = head_dim_of(hidden_size, num_heads, num_heads)
-    shape = AttentionShape(hidden_size, num_heads, num_heads, head_dim, score_divisor=mup.score_divisor(head_dim))
+    shape = AttentionShape(
+        hidden_size, num_heads, num_heads, head_dim, score_divisor=mup.score_divisor(head_dim)
+    )
 
     def block() -> Block:
         attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
@@ -87,11 +93,18 @@ def build(
         return Block(attention_norm, attention, mlp_norm, mlp, dropout=dropout)
 
     return assemble_decoder(
-        Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=True, dropout=dropout),
+        Embedding(
+            vocab_size, hidden_size, max_sequence_length, learned_positions=True, dropout=dropout
+        ),
         [block() for _ in range(num_layers)],
         LastLayerNorm(hidden_size, eps=norm_eps),
         tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
-        units={"attention.qkv": num_heads, "attention.out": num_heads, "mlp.up": ffn_size, "mlp.down": ffn_size},
+        units={
+            "attention.qkv": num_heads,
+            "attention.out": num_heads,
+            "mlp.up": ffn_size,
+            "mlp.down": ffn_size,
+        },
         training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mup=mup),
     )

@@ -11,7 +11,8 @@ Value = Tensor | tuple[Tensor, ...]
 
 
 class LastLayerNorm(nn.LayerNorm):
-    """LayerNorm after the last block: x (B, S, D) or (x, starts) -> x. Later layers treat each token separately.
+    """LayerNorm after the last block: x (B, S, D) or (x, starts) -> x.
+    Later layers treat each token separately.
 
     ``multiplier``: factor on the result, and so on the logits of a head without bias.
     """
@@ -25,7 +26,9 @@ class LastLayerNorm(nn.LayerNorm):
 
 
 class LastRMSNorm(nn.RMSNorm):
-    """RMSNorm after the last block: x (B, S, D) or (x, starts) -> x. ``multiplier``: factor on the result."""
+    """RMSNorm after the last block: x (B, S, D) or (x, starts) -> x. ``multiplier``:
+    factor on the result.
+    """
 
     multiplier = 1.0
 
@@ -39,6 +42,8 @@ LastNorm = LastLayerNorm | LastRMSNorm
 
 
 def _last(carried: SideTensors, x: Tensor, multiplier: float) -> Value:
-    """Return x (B, S, D) times ``multiplier``, with what travels beside it if later layers need the ids."""
+    """Return x (B, S, D) times ``multiplier``,
+    with what travels beside it if later layers need the ids.
+    """
     x = x if multiplier == 1 else x * multiplier
     return x if carried.ids is None else carried.beside(x)

@@ -1,14 +1,16 @@
-"""Llama 3: RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases.
+"""Llama 3: RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU,
+no biases.
 
-Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 3; 128,256 token vocabulary
-(layers, hidden, ffn, heads, kv heads -> parameters):
+Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 3; 128,256 token
+vocabulary (layers, hidden, ffn, heads, kv heads -> parameters):
 
     8B     32   4096  14336   32  8 ->   8,030,261,248
     70B    80   8192  28672   64  8 ->  70,553,706,496
     405B  126  16384  53248  128  8 -> 405,853,388,800
 
-Related models are options of this one: Mistral (``sliding_window``, ``head_dim``), Qwen2 (``qkv_bias``), Qwen3
-(``qk_norm``, ``head_dim``), their mixtures of experts (``moe``), and the latent attention of DeepSeek-V3 (``mla``).
+Related models are options of this one: Mistral (``sliding_window``, ``head_dim``), Qwen2
+(``qkv_bias``), Qwen3 (``qk_norm``, ``head_dim``), their mixtures of experts (``moe``), and the
+latent attention of DeepSeek-V3 (``mla``).
 """
 
 from __future__ import annotations
@@ -44,10 +46,20 @@ HEADS = {
 """Sharding plan of an attention: each tp rank has some of the heads."""
 WHOLE = {"block*.attention.qkv": "column_whole", "block*.attention.out": "row_whole"}
 WHOLE |= {"block*.attention.[qk]_norm": "uncut", "block*.attention.dropout": "uncut"}
-"""Entries that replace those of HEADS with a norm over all heads: every rank attends with all heads."""
+"""Entries that replace those of HEADS with a norm over all heads:
+every rank attends with all heads.
+"""
 
 POSITIVE = (
-    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "max_sequence_length"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "ffn_size",
+        "max_sequence_length",
+    ),
     *("rope_theta", "rope_scaling_factor", "head_dim", "sliding_window", "norm_eps"),
     *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"),
 )
@@ -67,11 +79,12 @@ UNSCALED = RopeScaling(1.0, 1.0, 4.0, 8192)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> list[float]:
-    """Return radians per token for the head_dim / 2 pairs: theta^(-2 i / head_dim), fastest first (Su et al. 2021).
+    """Return radians per token for the head_dim / 2 pairs: theta^(-2 i / head_dim),
+    fastest first (Su et al. 2021).
 
-    Llama 3.1's scaling depends on a pair's turns within the original length. Pairs with at least ``high_freq_factor``
-    turns stay unchanged. Pairs with at most ``low_freq_factor`` turns are slowed by ``factor``. Between the two it
-    interpolates linearly in the number of turns.
+    Llama 3.1's scaling depends on a pair's turns within the original length. Pairs with at least
+    ``high_freq_factor`` turns stay unchanged. Pairs with at most ``low_freq_factor`` turns are
+    slowed by ``factor``. Between the two it interpolates linearly in the number of turns.
 
     Raises:
         ValueError: The two numbers of turns are not in this order.
@@ -87,7 +100,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALE
     scaled = []
     for frequency in frequencies:
         turns = scaling.original_length * frequency / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         kept_share = min(max(kept, 0.0), 1.0)
         scaled.append(frequency * (kept_share + (1 - kept_share) / scaling.factor))
     return scaled
@@ -106,10 +121,17 @@ def _attention_shape(options: Mapping[str, Any]) -> AttentionShape:
     num_heads, num_kv_heads = options["num_heads"], options["num_kv_heads"]
     size = head_dim_of(hidden_size, num_heads, num_kv_heads, head_dim)
     if size % 2:
-        text = f"{hidden_size} / {num_heads} = {size}" if head_dim is None else f"head_dim={head_dim}"
+        text = (
+            f"{hidden_size} / {num_heads} = {size}" if head_dim is None else f"head_dim={head_dim}"
+        )
         raise ValueError(f"rotary positions need an even head_dim, got {text}")
     return AttentionShape(
-        hidden_size, num_heads, num_kv_heads, size, options["sliding_window"], mup_of(options).score_divisor(size)
+        hidden_size,
+        num_heads,
+        num_kv_heads,
+        size,
+        options["sliding_window"],
+        mup_of(options).score_divisor(size),
     )
 
 
@@ -119,7 +141,10 @@ def _attentions(options: Mapping[str, Any], norm: Callable[[int], nn.Module]) ->
     if qk_norm not in (True, False, "whole"):
         raise ValueError(f'qk_norm={qk_norm!r} must be true, false or "whole"')
     if qk_norm == "whole" and dropout:
-        raise ValueError(f'qk_norm="whole" with dropout={dropout}: its masks are not drawn by head; leave one out')
+        raise ValueError(
+            f'qk_norm="whole" with dropout={dropout}: its masks are not drawn by head; leave'
+            " one out"
+        )
     names = ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_length")
     scaling = RopeScaling._make(options[f"rope_{name}"] for name in names)
     if latent is not None:
@@ -128,12 +153,16 @@ def _attentions(options: Mapping[str, Any], norm: Callable[[int], nn.Module]) ->
         norm = norm if latent.norm_eps is None else partial(nn.RMSNorm, eps=latent.norm_eps)
         last = {"norm": norm, "dropout": dropout, "window": options["sliding_window"]}
         plan: dict[str, Any] = {"block*.attention": split_heads} | LATENT_PLAN
-        return Attentions(lambda: LatentAttention(*sizes, rotary=Rotary(frequencies), **last), plan, {})
+        return Attentions(
+            lambda: LatentAttention(*sizes, rotary=Rotary(frequencies), **last), plan, {}
+        )
     shape = _attention_shape(options)
     frequencies = rope_frequencies(shape.head_dim, options["rope_theta"], scaling)
     given = {"bias": options["qkv_bias"], "out_bias": options["out_bias"], "dropout": dropout}
     given |= {"qk_norm": norm if qk_norm else None, "norm_is_whole": qk_norm == "whole"}
-    plan = HEADS | (WHOLE if qk_norm == "whole" else {"block*.attention.[qk]_norm": "heads"} if qk_norm else {})
+    plan = HEADS | (
+        WHOLE if qk_norm == "whole" else {"block*.attention.[qk]_norm": "heads"} if qk_norm else {}
+    )
     units = {"attention.qkv": shape.num_kv_heads, "attention.out": shape.num_heads}
     return Attentions(lambda: Attention(shape, rotary=Rotary(frequencies), **given), plan, units)
 
@@ -148,18 +177,22 @@ def build(
     max_sequence_length: int = 8192,
     rope_theta: float = 500_000.0,
     norm_eps: float = 1e-5,
-    rope_scaling_factor: float = 1.0,  # 1: Llama 3, pre-trained on 8,192 tokens; 8: the long context of Llama 3.1
+    # 1: Llama 3, pre-trained on 8,192 tokens; 8: the long context of Llama 3.1
+    rope_scaling_factor: float = 1.0,
     rope_low_freq_factor: float = 1.0,
     rope_high_freq_factor: float = 4.0,
     rope_original_length: int = 8192,
     tied: bool = False,  # the head uses the token embedding's weight
-    dropout: float = 0.0,  # one probability for embedding, attention probabilities and end of a branch
+    # one probability for embedding, attention probabilities and end of a branch
+    dropout: float = 0.0,
     head_dim: int | None = None,  # None: hidden_size / num_heads
     qkv_bias: bool = False,  # of the query, key and value projection
     out_bias: bool = False,  # of the attention's output projection
     mlp_bias: bool = False,  # of both feed-forward projections
-    qk_norm: bool | str = False,  # an RMSNorm on the queries and keys of each head; "whole": over all heads
-    sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all before it
+    # an RMSNorm on the queries and keys of each head; "whole": over all heads
+    qk_norm: bool | str = False,
+    # tokens that each token attends to, itself included; None: all before it
+    sliding_window: int | None = None,
     init_std: float = 0.02,
     residual_init: str = "num_layers",  # "layer_index" or "none": see TrainingOptions in blocks.py
     label_smoothing: float = 0.0,
@@ -170,16 +203,22 @@ def build(
     mup_base_head_dim: float | None = None,  # None: head_dim
     mup_embedding_multiplier: float = 1.0,
     mup_output_multiplier: float = 1.0,
-    moe: Mapping[str, Any] | None = None,  # mixture of experts: the fields of MoeOptions in moe_options.py
+    # mixture of experts: the fields of MoeOptions in moe_options.py
+    moe: Mapping[str, Any] | None = None,
     mla: Mapping[str, Any] | None = None,  # latent attention: the fields of LatentOptions in mla.py
 ) -> nn.Sequential:
-    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
+    """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B,
+    S, V).
 
-    tp divides ``num_kv_heads``, or is a multiple of it. Raises ValueError if the sizes do not fit each other.
+    tp divides ``num_kv_heads``, or is a multiple of it. Raises ValueError if the sizes do not fit
+    each other.
     """
     options = dict(locals())
     check_positive(**{name: options[name] for name in POSITIVE})
-    mlps, attentions = feed_forwards_of(options), _attentions(options, partial(nn.RMSNorm, eps=norm_eps))
+    mlps, attentions = (
+        feed_forwards_of(options),
+        _attentions(options, partial(nn.RMSNorm, eps=norm_eps)),
+    )
     norm = partial(nn.RMSNorm, hidden_size, eps=norm_eps)
     blocks = [
         Block(norm(), attentions.build(), norm(), mlps.build(i), dropout=dropout)
@@ -187,11 +226,16 @@ def build(
     ]
     loss = label_smoothing, z_loss, mtp_layers, mtp_loss_weight
     return assemble_decoder(
-        Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout),
+        Embedding(
+            vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout
+        ),
         blocks,
         LastRMSNorm(hidden_size, eps=norm_eps),
         tied=tied,
-        sharding_plan={"embedding.tokens": "vocab"} | attentions.plan | mlps.sharding_plan() | {"head": "vocab"},
+        sharding_plan={"embedding.tokens": "vocab"}
+        | attentions.plan
+        | mlps.sharding_plan()
+        | {"head": "vocab"},
         units=attentions.units | mlps.units(),
         training=TrainingOptions(init_std, residual_init, *loss, mup_of(options)),
     )

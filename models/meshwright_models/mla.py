@@ -1,17 +1,19 @@
-"""Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1; arXiv:2412.19437, section 2.1.1).
+"""Multi-head latent attention of DeepSeek-V2 and -V3 (arXiv:2405.04434, section 2.1;
+arXiv:2412.19437, section 2.1.1).
 
     x --> q_down --> q_norm --> q_up ----------> q of each head: | nope | rope |
     x --> kv_down --> | latent | rope |
                         |         '------------> rotary key, one for all heads
                         '--> kv_norm --> kv_up -> of each head: | k nope | v |
 
-Queries, and keys with values, pass through vectors of low rank. Only the ``rope`` features are rotated. Without
-``q_rank`` the queries have one projection ``q``.
+Queries, and keys with values, pass through vectors of low rank. Only the ``rope`` features are
+rotated. Without ``q_rank`` the queries have one projection ``q``.
 
-Under tensor parallelism the heads are split: ``q_up``, ``kv_up`` and ``out`` by a sharding rule. The projections down
-are whole on every rank, on all tokens.
+Under tensor parallelism the heads are split: ``q_up``, ``kv_up`` and ``out`` by a sharding rule.
+The projections down are whole on every rank, on all tokens.
 
-Shapes: B samples, S tokens, D hidden, H heads (H/tp under tp), d = nope + rope features of a query and a key.
+Shapes: B samples, S tokens, D hidden, H heads (H/tp under tp), d = nope + rope features of a query
+and a key.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ LATENT_PLAN: dict[str, Any] = {
     "block*.attention.dropout": "heads",
 }
 """Sharding plan of the submodules; :func:`split_heads` is the rule of the module."""
-UNUSED = {"head_dim": None, "qk_norm": False, "qkv_bias": False, "out_bias": False, "mup_base_size": None}
+UNUSED = {
+    "head_dim": None,
+    "qk_norm": False,
+    "qkv_bias": False,
+    "out_bias": False,
+    "mup_base_size": None,
+}
 """Options that a latent attention does not have, with their defaults."""
 
 
@@ -79,21 +87,30 @@ class LatentAttention(nn.Module):
             self.q_up = nn.Linear(sizes.q_rank, width, bias=False)
         self.kv_down = nn.Linear(hidden_size, sizes.kv_rank + sizes.rope_dim, bias=False)
         self.kv_norm = norm(sizes.kv_rank)
-        self.kv_up = nn.Linear(sizes.kv_rank, num_heads * (sizes.nope_dim + sizes.v_dim), bias=False)
+        self.kv_up = nn.Linear(
+            sizes.kv_rank, num_heads * (sizes.nope_dim + sizes.v_dim), bias=False
+        )
         self.rotary = rotary
         self.core = AttentionCore(window)
         self.drops = dropout > 0
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * sizes.v_dim, hidden_size, bias=False)
-        self.fused_rows = {"kv_down": (sizes.kv_rank, sizes.rope_dim), "kv_up": (sizes.nope_dim, sizes.v_dim)}
+        self.fused_rows = {
+            "kv_down": (sizes.kv_rank, sizes.rope_dim),
+            "kv_up": (sizes.nope_dim, sizes.v_dim),
+        }
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None. Return (B, S, D)."""
+        """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None.
+        Return (B, S, D).
+        """
         sizes = self.sizes
         queries = self.q(x) if sizes.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
         q = rearrange(queries, "b s (h d) -> b h s d", d=sizes.nope_dim + sizes.rope_dim)
         latent, k_rope = self.kv_down(x).split((sizes.kv_rank, sizes.rope_dim), dim=-1)
-        k_and_v = rearrange(self.kv_up(self.kv_norm(latent)), "b s (h d) -> b h s d", d=sizes.nope_dim + sizes.v_dim)
+        k_and_v = rearrange(
+            self.kv_up(self.kv_norm(latent)), "b s (h d) -> b h s d", d=sizes.nope_dim + sizes.v_dim
+        )
         k_nope, v = k_and_v.split((sizes.nope_dim, sizes.v_dim), dim=-1)
         q_nope, q_rope = q.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
         cos, sin = self.rotary(q) if starts is None else self.rotary(q, positions_of(starts))
@@ -105,9 +122,13 @@ class LatentAttention(nn.Module):
 
 
 def split_heads(layer: LatentAttention, tp_rank: int, tp: int) -> dict[str, Any]:
-    """Return the sharding rule of a latent attention: its heads are split, its low-rank projections are whole."""
+    """Return the sharding rule of a latent attention: its heads are split,
+    its low-rank projections are whole.
+    """
     if layer.num_heads % tp:
-        raise ValueError(f"its {layer.num_heads} heads cannot be split over parallel.tp = {tp}: choose a divisor")
+        raise ValueError(
+            f"its {layer.num_heads} heads cannot be split over parallel.tp = {tp}: choose a divisor"
+        )
     up = "q.weight" if layer.sizes.q_rank is None else "q_up.weight"
     return {"dims": {up: 0, "kv_up.weight": 0, "out.weight": 1}}
 
@@ -116,7 +137,8 @@ def latent_of(options: Mapping[str, Any]) -> LatentOptions | None:
     """Return the sizes that a builder's table ``mla`` gives; None without one.
 
     Raises:
-        ValueError: a size is missing, unknown or not a positive integer, or an option that MLA does not have is set.
+        ValueError: a size is missing, unknown or not a positive integer, or an option that MLA does
+            not have is set.
     """
     given = options["mla"]
     if given is None:
@@ -124,13 +146,19 @@ def latent_of(options: Mapping[str, Any]) -> LatentOptions | None:
     sizes = read_table("mla", given, LatentOptions)
     check_positive(**{f"mla.{name}": value for name, value in sizes._asdict().items()})
     if sizes.rope_dim % 2:
-        raise ValueError(f"rotary positions need an even number of features, got mla.rope_dim={sizes.rope_dim}")
+        raise ValueError(
+            f"rotary positions need an even number of features, got mla.rope_dim={sizes.rope_dim}"
+        )
     if options["num_kv_heads"] != options["num_heads"]:
         raise ValueError(
-            f"mla with num_kv_heads={options['num_kv_heads']}: every head has keys of its own; set it to num_heads = "
-            f"{options['num_heads']}"
+            f"mla with num_kv_heads={options['num_kv_heads']}: every head has keys of its own; set"
+            f" it to num_heads = {options['num_heads']}"
         )
-    unused = [f"{name}={options[name]}" for name, default in UNUSED.items() if options[name] != default]
+    unused = [
+        f"{name}={options[name]}" for name, default in UNUSED.items() if options[name] != default
+    ]
     if unused:
-        raise ValueError(f"mla with {', '.join(unused)}, which a latent attention does not have: leave one out")
+        raise ValueError(
+            f"mla with {', '.join(unused)}, which a latent attention does not have: leave one out"
+        )
     return sizes

@@ -1,4 +1,5 @@
-"""Options of the feed-forward networks of a decoder: dense, or a mixture of experts from some block on.
+"""Options of the feed-forward networks of a decoder: dense,
+or a mixture of experts from some block on.
 
 ``model.options.moe`` of Llama is a table with the fields of :class:`MoeOptions`::
 
@@ -41,7 +42,9 @@ class MoeOptions(NamedTuple):
     shared_gate: bool = False
     """A learned gate, one number for each token, multiplies the output of the shared network."""
     first_dense: int = 0
-    """Blocks before the first mixture of experts: their feed-forward network is dense, of ``ffn_size``."""
+    """Blocks before the first mixture of experts: their feed-forward network is dense,
+    of ``ffn_size``.
+    """
     router: str = "softmax"
     """Scores of the experts: "softmax" or "sigmoid"."""
     normalise: bool = True
@@ -58,33 +61,56 @@ class MoeOptions(NamedTuple):
     sequence_loss: float = 0.0
     batch_loss: float = 0.0
     router_z_loss: float = 0.0
-    """Coefficients of losses that are added in training, see :mod:`~meshwright_models.expert_balance`; 0: none."""
+    """Coefficients of losses that are added in training,
+    see :mod:`~meshwright_models.expert_balance`; 0: none.
+    """
     count_tokens: bool = False
-    """The tokens of each expert are counted and recorded; with any balance, loss or capacity they are anyway."""
+    """The tokens of each expert are counted and recorded; with any balance,
+    loss or capacity they are anyway.
+    """
     capacity_factor: float = 0.0
-    """In training an expert takes at most this many times k S / E tokens of a sample; 0: no token is dropped."""
+    """In training an expert takes at most this many times k S / E tokens of a sample; 0:
+    no token is dropped.
+    """
 
     def check(self, ffn_size: int, num_layers: int) -> None:
-        """Raise ValueError for options that are out of range, contradict each other or have no effect."""
+        """Raise ValueError for options that are out of range,
+        contradict each other or have no effect.
+        """
         problems = [
             f"{name}={value} must be positive"
             for name, value in self._asdict().items()
             if type(value) in (int, float) and value <= 0 and name not in NOT_NEGATIVE
         ]
-        problems += [f"{name}={value} must not be negative" for name in LOSSES if (value := getattr(self, name)) < 0]
+        problems += [
+            f"{name}={value} must not be negative"
+            for name in LOSSES
+            if (value := getattr(self, name)) < 0
+        ]
         dropless = self.num_experts / max(self.top_k, 1)
         if self.capacity_factor and not 0 < self.capacity_factor < dropless:
-            problems.append(f"capacity_factor={self.capacity_factor} must be positive and below num_experts / top_k = ")
+            problems.append(
+                f"capacity_factor={self.capacity_factor} must be positive and below num_experts /"
+                " top_k = "
+            )
             problems[-1] += f"{dropless:g}, from which on nothing is dropped; 0 turns it off"
         if self.top_k > self.num_experts:
-            problems.append(f"top_k={self.top_k} of num_experts={self.num_experts}: at most all of them")
+            problems.append(
+                f"top_k={self.top_k} of num_experts={self.num_experts}: at most all of them"
+            )
         if self.shared_ffn_size < 0 or not 0 <= self.first_dense < num_layers:
-            problems.append(f"shared_ffn_size={self.shared_ffn_size}, first_dense={self.first_dense}: at least 0, and ")
+            problems.append(
+                f"shared_ffn_size={self.shared_ffn_size}, first_dense={self.first_dense}: at least"
+                " 0, and "
+            )
             problems[-1] += f"first_dense below num_layers={num_layers}"
         if self.shared_gate and not self.shared_ffn_size:
             problems.append("shared_gate=True without a shared network: set shared_ffn_size")
         if not self.first_dense and self.expert_ffn_size not in (None, ffn_size):
-            problems.append(f"expert_ffn_size={self.expert_ffn_size} and no dense block has ffn_size={ffn_size}: ")
+            problems.append(
+                f"expert_ffn_size={self.expert_ffn_size} and no dense block has"
+                f" ffn_size={ffn_size}: "
+            )
             problems[-1] += "give the experts' size as ffn_size, and leave expert_ffn_size out"
         for name, value, allowed in (
             ("router", self.router, SCORES),
@@ -102,13 +128,16 @@ class MoeOptions(NamedTuple):
         num_groups, each = self.num_groups, self.num_experts // self.num_groups
         if self.num_experts % num_groups or self.groups_per_token > num_groups:
             return [
-                f"num_groups={num_groups} of num_experts={self.num_experts}, groups_per_token={self.groups_per_token}: "
-                f"the groups divide the experts, and a token has at most all of them"
+                f"num_groups={num_groups} of num_experts={self.num_experts},"
+                f" groups_per_token={self.groups_per_token}: the groups divide the experts, and a"
+                " token has at most all of them"
             ]
-        if num_groups > 1 and (each < GROUP_SCORES[self.group_score] or self.groups_per_token * each < self.top_k):
+        if num_groups > 1 and (
+            each < GROUP_SCORES[self.group_score] or self.groups_per_token * each < self.top_k
+        ):
             return [
-                f"{self.groups_per_token} groups of {each} experts are too small for top_k={self.top_k} and "
-                f"group_score={self.group_score!r}"
+                f"{self.groups_per_token} groups of {each} experts are too small for"
+                f" top_k={self.top_k} and group_score={self.group_score!r}"
             ]
         return []
 
@@ -120,13 +149,17 @@ class MoeOptions(NamedTuple):
 
     def balancing(self) -> Balance | None:
         """Return the balance that the options describe; None: nothing is added or counted."""
-        rate, counts = self.bias_rate if self.balance == "bias" else 0.0, self.count_tokens or self.capacity_factor > 0
+        rate, counts = (
+            self.bias_rate if self.balance == "bias" else 0.0,
+            self.count_tokens or self.capacity_factor > 0,
+        )
         found = Balance(rate, self.sequence_loss, self.batch_loss, self.router_z_loss, counts)
         return found if any(found) else None
 
 
 def moe_of(options: Mapping[str, Any] | str | None) -> MoeOptions | None:
-    """Return the options of a table ``moe``; None, or "none" of a command line: every block is dense.
+    """Return the options of a table ``moe``; None, or "none" of a command line:
+    every block is dense.
 
     Raises:
         ValueError: an option is unknown, missing, of another type, or has no effect.
@@ -135,7 +168,9 @@ def moe_of(options: Mapping[str, Any] | str | None) -> MoeOptions | None:
         return None
     moe = read_table("moe", options, MoeOptions)
     if "bias_rate" in options and moe.balance != "bias":
-        raise ValueError(f'moe: bias_rate={moe.bias_rate} has no effect without balance="bias": leave it out')
+        raise ValueError(
+            f'moe: bias_rate={moe.bias_rate} has no effect without balance="bias": leave it out'
+        )
     return moe
 
 
@@ -155,10 +190,20 @@ class FeedForwards(NamedTuple):
         if moe is None or index < moe.first_dense:
             return self._gated(self.ffn_size)
         router = Router(self.hidden_size, moe.routing(), moe.balancing())
-        experts = Experts(moe.num_experts, self.hidden_size, moe.expert_ffn_size or self.ffn_size, activation=F.silu)
+        experts = Experts(
+            moe.num_experts,
+            self.hidden_size,
+            moe.expert_ffn_size or self.ffn_size,
+            activation=F.silu,
+        )
         experts.may_drop = moe.capacity_factor > 0
         shared = self._gated(moe.shared_ffn_size) if moe.shared_ffn_size else None
-        return MoE(router, experts, shared, nn.Linear(self.hidden_size, 1, bias=False) if moe.shared_gate else None)
+        return MoE(
+            router,
+            experts,
+            shared,
+            nn.Linear(self.hidden_size, 1, bias=False) if moe.shared_gate else None,
+        )
 
     def sharding_plan(self) -> dict[str, str]:
         """Return the sharding plan of the networks."""
@@ -180,23 +225,34 @@ class FeedForwards(NamedTuple):
         return units
 
     def _num_blocks(self, ffn_size: int) -> int:
-        return math.gcd(ffn_size, self.num_kv_heads)  # a larger tp shares blocks, as it shares kv heads
+        # a larger tp shares blocks, as it shares kv heads
+        return math.gcd(ffn_size, self.num_kv_heads)
 
     def _gated(self, ffn_size: int) -> GatedMlp:
-        return GatedMlp(self.hidden_size, ffn_size, self._num_blocks(ffn_size), activation=F.silu, bias=self.bias)
+        return GatedMlp(
+            self.hidden_size,
+            ffn_size,
+            self._num_blocks(ffn_size),
+            activation=F.silu,
+            bias=self.bias,
+        )
 
 
 def feed_forwards_of(options: Mapping[str, Any]) -> FeedForwards:
     """Return the feed-forward networks that a builder's options describe.
 
     Raises:
-        ValueError: options of the experts do not fit each other, or an option that experts do not have is set too.
+        ValueError: options of the experts do not fit each other, or an option that experts do not
+            have is set too.
     """
     moe = moe_of(options["moe"])
     if moe is not None:
         moe.check(options["ffn_size"], options["num_layers"])
         others = [name for name in ("mup_base_size", "mlp_bias") if options[name]]
         if others:
-            raise ValueError(f"moe with {others[0]}={options[others[0]]}, which experts do not have: leave one out")
+            raise ValueError(
+                f"moe with {others[0]}={options[others[0]]}, which experts do not have: leave"
+                " one out"
+            )
     sizes = options["hidden_size"], options["ffn_size"], options["num_kv_heads"]
     return FeedForwards(*sizes, bias=options["mlp_bias"], moe=moe)

@@ -1,7 +1,8 @@
-"""Maximal update parametrization (muP): learning rate and initial scale chosen at a base width hold at any width.
+"""Maximal update parametrization (muP): learning rate and initial scale chosen
+at a base width hold at any width.
 
-Yang et al. 2022, "Tensor Programs V" (arXiv:2203.03466), Table 8 for AdamW, with Megatron-LM's (``--use-mup``) choices
-where the paper leaves them open. With m = hidden_size / base width:
+Yang et al. 2022, "Tensor Programs V" (arXiv:2203.03466), Table 8 for AdamW, with Megatron-LM's
+(``--use-mup``) choices where the paper leaves them open. With m = hidden_size / base width:
 
     weight                                  initial std        learning rate    AdamW's eps
     matrices of the blocks                  init_std/sqrt(m)   1/m              1/m          times the usual one
@@ -11,8 +12,8 @@ where the paper leaves them open. With m = hidden_size / base width:
     embeddings        x embedding multiplier
     attention scores  q k sqrt(base head_dim) / head_dim, instead of q k / sqrt(head_dim)
 
-All of it follows from names and global sizes. With m = 1, multipliers of 1 and the base's head_dim, the model is the
-one without muP, in every bit.
+All of it follows from names and global sizes. With m = 1, multipliers of 1 and the base's head_dim,
+the model is the one without muP, in every bit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Mup(NamedTuple):
     base_size: int | None = None
     """Hidden size of the model that the learning rate was chosen for."""
     base_head_dim: float | None = None
-    """Size of a head of that model. None: the same as here, so that the scores stay q k / sqrt(head_dim)."""
+    """Size of a head of that model. None: the same as here,
+    so that the scores stay q k / sqrt(head_dim).
+    """
     embedding_multiplier: float = 1.0
     output_multiplier: float = 1.0
 
@@ -55,7 +58,11 @@ class Mup(NamedTuple):
     def groups(self) -> list[dict[str, object]]:
         """Return the ``parameter_groups`` of the model: factors for AdamW by name pattern."""
         factor = 1 / self.width
-        return [{"names": list(MATRICES), "learning_rate_factor": factor, "eps_factor": factor}] if factor != 1 else []
+        return (
+            [{"names": list(MATRICES), "learning_rate_factor": factor, "eps_factor": factor}]
+            if factor != 1
+            else []
+        )
 
 
 def mup_of(options: Mapping[str, Any]) -> Mup:
@@ -66,10 +73,16 @@ def mup_of(options: Mapping[str, Any]) -> Mup:
     """
     usual = {f"mup_{name}": value for name, value in Mup._field_defaults.items()}
     given = {name: options[name] for name in usual}
-    wrong = [f"{name}={value}" for name, value in given.items() if value is not None and not 0 < value < math.inf]
+    wrong = [
+        f"{name}={value}"
+        for name, value in given.items()
+        if value is not None and not 0 < value < math.inf
+    ]
     if wrong:
         raise ValueError(f"model options must be positive: {', '.join(wrong)}")
     changed = [f"{name}={value}" for name, value in given.items() if value != usual[name]]
     if changed and given["mup_base_size"] is None:
-        raise ValueError(f"{', '.join(changed)} without mup_base_size, the hidden size of the base model: set it")
+        raise ValueError(
+            f"{', '.join(changed)} without mup_base_size, the hidden size of the base model: set it"
+        )
     return Mup(options["hidden_size"], *given.values())

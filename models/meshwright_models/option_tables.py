@@ -1,4 +1,6 @@
-"""Tables of a builder's options, such as ``model.options.moe``: a NamedTuple has their names, types and defaults."""
+"""Tables of a builder's options, such as ``model.options.moe``: a NamedTuple has their names,
+types and defaults.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ def read_table(name: str, given: Any, kind: type[Options]) -> Options:
     """Return the options of a table.
 
     Raises:
-        ValueError: it is no table, a name is unknown or missing, or a value has another type. Contains all values
-            of a wrong type.
+        ValueError: it is no table, a name is unknown or missing, or a value has another type.
+            Contains all values of a wrong type.
     """
     names = kind._fields
     if not isinstance(given, Mapping):
@@ -26,7 +28,9 @@ def read_table(name: str, given: Any, kind: type[Options]) -> Options:
             close = difflib.get_close_matches(option, names, 1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
             raise ValueError(f"{name}: there is no option {option}; {hint}")
-    missing = [option for option in names if option not in given and option not in kind._field_defaults]
+    missing = [
+        option for option in names if option not in given and option not in kind._field_defaults
+    ]
     if missing:
         raise ValueError(f"{name}: {', '.join(missing)} must be given")
     hints = get_type_hints(kind)

@@ -1,16 +1,18 @@
 """Rotary position embedding, with one table of cosines and sines for all blocks of a process.
 
-S tokens, r rotated features of a head (all of them unless the model has partial rotary positions). A table is
-(2, N, r/2): cosines and sines of positions 0 .. N-1, the first S of them used by a sequence.
+S tokens, r rotated features of a head (all of them unless the model has partial rotary positions).
+A table is (2, N, r/2): cosines and sines of positions 0 .. N-1, the first S of them used by a
+sequence.
 
-The angles are computed in float64; the table has the dtype of x, float32 at least. Computing it takes 7 kernels, most
-of them in float64; reading it takes none.
+The angles are computed in float64; the table has the dtype of x, float32 at least. Computing it
+takes 7 kernels, most of them in float64; reading it takes none.
 
     Llama-3-8B, S 8,192     4 MB for all blocks and micro-batches
     S 131,072              67 MB
 
-Fake tensors have tables of their own, one set per fake mode, which ends with it: a dry run neither leaves a table to a
-real run nor reads one, and holds as many bytes. Other subclasses of tensors compute angles at each call.
+Fake tensors have tables of their own, one set per fake mode, which ends with it: a dry run neither
+leaves a table to a real run nor reads one, and holds as many bytes. Other subclasses of tensors
+compute angles at each call.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ _TABLES: Tables = {}
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: cos and sin of the angles, each (S, r/2), for activations (..., S, head_dim).
+    """Rotary position embedding: cos and sin of the angles, each (S, r/2), for activations (..., S,
+    head_dim).
 
     With positions (B, S) each is (B, 1, S, r/2).
 
-    The frequencies stay float64 when the model is cast. In bfloat16 some pairs would be off by whole turns within 8,192
-    tokens. The module holds no table: its state, copies and pickles stay those of the frequencies.
+    The frequencies stay float64 when the model is cast. In bfloat16 some pairs would be off by
+    whole turns within 8,192 tokens. The module holds no table: its state, copies and pickles stay
+    those of the frequencies.
     """
 
     frequencies: Tensor
@@ -45,35 +49,49 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin in the dtype of x, float32 at least. x: (..., S, head_dim); positions: (B, S) or None.
+        """Return cos and sin in the dtype of x, float32 at least. x: (..., S, head_dim); positions:
+        (B, S) or None.
 
         Positions are below S.
         """
-        length = index(x.shape[-2])  # torch.compile: a constant too, so that each length compiles once
+        length = index(
+            x.shape[-2]
+        )  # torch.compile: a constant too, so that each length compiles once
         dtype = torch.promote_types(x.dtype, torch.float32)
         if x.is_meta:
             table = torch.empty(2, length, len(self.values), dtype=dtype, device=x.device)
         elif type(x) is Tensor:
             table = self.table(length, x.device, dtype)
         elif (mode := getattr(x, "fake_mode", None)) is not None:
-            table = self._extend(vars(mode).setdefault("rotary_tables", {}), length, x.device, dtype)
+            table = self._extend(
+                vars(mode).setdefault("rotary_tables", {}), length, x.device, dtype
+            )
         else:
             table = _compute(self.frequencies, length, x.device, dtype)
         cos, sin = table[0, :length], table[1, :length]
-        return (cos, sin) if positions is None else (cos[positions][:, None], sin[positions][:, None])
+        return (
+            (cos, sin) if positions is None else (cos[positions][:, None], sin[positions][:, None])
+        )
 
     # A constant of the compiled graph: neither a break nor a kernel.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def table(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return cos and sin of at least ``length`` positions, (2, N, r/2), shared by all callers: read only."""
+        """Return cos and sin of at least ``length`` positions, (2, N, r/2), shared by all callers:
+        read only.
+        """
         return self._extend(_TABLES, length, device, dtype)
 
-    def _extend(self, tables: Tables, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the table (2, N, r/2) of ``tables`` with ``length`` positions or more; compute it if there is none."""
+    def _extend(
+        self, tables: Tables, length: int, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the table (2, N, r/2) of ``tables`` with ``length`` positions or more;
+        compute it if there is none.
+        """
         key = (self.values, device, dtype)
         table = tables.get(key)
         if table is None or table.shape[1] < length:
-            with torch.inference_mode(False), torch.no_grad():  # a table made in inference mode cannot train
+            # a table made in inference mode cannot train
+            with torch.inference_mode(False), torch.no_grad():
                 table = _compute(self.frequencies, -(-length // _ROWS) * _ROWS, device, dtype)
             if type(table) is Tensor or tables is not _TABLES:
                 tables[key] = table
@@ -83,14 +101,18 @@ class Rotary(nn.Module):
         return torch.tensor(self.values, dtype=torch.float64, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """Move with the module between devices, the meta device included, but ignore dtype casts."""
+        """Move with the module between devices, the meta device included,
+        but ignore dtype casts.
+        """
         super()._apply(fn, recurse)
         self.frequencies = self._on(self.frequencies.device)
         return self
 
 
 def _compute(frequencies: Tensor, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of positions 0 .. length-1, (2, length, r/2) of ``dtype``. frequencies: (r/2,) float64."""
+    """Return cos and sin of positions 0 .. length-1, (2, length, r/2) of ``dtype``. frequencies:
+    (r/2,) float64.
+    """
     places = torch.arange(length, dtype=torch.float64, device=device)
     angles = torch.outer(places, frequencies.to(device))
     return torch.stack((angles.cos().to(dtype), angles.sin().to(dtype)))

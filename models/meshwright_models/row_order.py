@@ -1,7 +1,8 @@
 """Reordering of a mixture's rows by expert and back, with backwards that need no ``index_add``.
 
-torch's backward of ``index_select`` adds by index: a slow kernel on CUDA, whose order of sums varies if indices repeat.
-Here forward and backward are both ``index_select``, by a permutation and its inverse.
+torch's backward of ``index_select`` adds by index: a slow kernel on CUDA, whose order of sums
+varies if indices repeat. Here forward and backward are both ``index_select``, by a permutation and
+its inverse.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import Tensor
 
 
 class ToExperts(torch.autograd.Function):
-    """Copies of tokens x (N, D) by expert: row i of (N k, D) is slot ``order[i]``, a copy of token order[i] // k."""
+    """Copies of tokens x (N, D) by expert: row i of (N k, D) is slot ``order[i]``,
+    a copy of token order[i] // k.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

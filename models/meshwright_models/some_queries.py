@@ -1,9 +1,11 @@
-"""Causal attention of some queries of each sample to all of its keys, as a context-parallel rank computes it.
+"""Causal attention of some queries of each sample to all of its keys,
+as a context-parallel rank computes it.
 
-A query sees one run of keys: from the start of its document, or of its window, up to itself. Queries attend block by
-block. A caller that chooses the blocks may compute each again in backward, so that no mask and no probability is saved.
-Where values can be read, a block is split into runs of consecutive queries of one document. A run skips the keys that
-none of its queries sees, and needs no mask if it begins with its document.
+A query sees one run of keys: from the start of its document, or of its window, up to itself.
+Queries attend block by block. A caller that chooses the blocks may compute each again in backward,
+so that no mask and no probability is saved. Where values can be read, a block is split into runs of
+consecutive queries of one document. A run skips the keys that none of its queries sees, and needs
+no mask if it begins with its document.
 
 Shapes: B samples, Q queries, S tokens, H query heads, G key-value heads, d head_dim.
 """
@@ -22,7 +24,9 @@ QUERY_BLOCK = 1024
 MASK_ELEMENTS = {"cpu": 2**21}
 """Most elements of a block's mask, by type of device; on others 2^27, to keep a GPU busy."""
 MANY_RUNS = 16
-"""Number of runs from which on a block attends with one mask instead, and queries of a block that is not split."""
+"""Number of runs from which on a block attends with one mask instead,
+and queries of a block that is not split.
+"""
 
 
 def first_seen(places: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
@@ -30,7 +34,8 @@ def first_seen(places: Tensor, starts: Tensor | None, window: int | None) -> Ten
 
     Args:
         places: (1 or B, Q) int64, positions of the queries.
-        starts: (B, S) bool, True at document starts; None: one document. window: number of tokens seen at most.
+        starts: (B, S) bool, True at document starts; None: one document. window: number of tokens
+            seen at most.
     """
     first = torch.zeros_like(places)
     if starts is not None:
@@ -41,7 +46,9 @@ def first_seen(places: Tensor, starts: Tensor | None, window: int | None) -> Ten
 
 
 def seen(places: Tensor, first: Tensor, keys: range) -> Tensor:
-    """Return the mask of queries at ``places`` that see the keys from ``first`` on, (1 or B, 1, Q, K) bool."""
+    """Return the mask of queries at ``places`` that see the keys from ``first`` on, (1 or B, 1, Q,
+    K) bool.
+    """
     numbers = torch.arange(keys.start, keys.stop, device=places.device)
     return ((numbers <= places[..., None]) & (numbers >= first[..., None]))[:, None]
 
@@ -61,9 +68,17 @@ def query_blocks(places: Tensor, first: Tensor, length: int, *, reads: bool) -> 
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, *, reads: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Tensor,
+    first: Tensor,
+    scale: float | None,
+    *,
+    reads: bool,
 ) -> Tensor:
-    """Attend with queries q (B, H, Q, d) to the keys k and values v (B, G, S, d), by :func:`query_blocks`.
+    """Attend with queries q (B, H, Q, d) to the keys k and values v (B, G, S, d),
+    by :func:`query_blocks`.
 
     ``scale``: factor of the scores; None: 1 / sqrt(d). Return q's shape.
     """
@@ -85,20 +100,28 @@ def _small_blocks(queries: slice, places: Tensor, first: Tensor, most: int) -> l
     return [block for half in halves for block in _small_blocks(half, places, first, most)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, reads: bool) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, reads: bool
+) -> Tensor:
     """Attend with the queries of a block. Arguments: those of :func:`attend`."""
     if not reads:
         return _masked(q, k, v, seen(places, first, range(k.shape[-2])), scale)
     places, first = (each.expand(q.shape[0], -1) for each in (places, first))
     mixed = []
     for sample, (at, low) in enumerate(zip(places.tolist(), first.tolist(), strict=True)):
-        cuts = [0, *(i for i in range(1, len(at)) if at[i] != at[i - 1] + 1 or low[i] > low[i - 1] + 1), len(at)]
+        cuts = [
+            0,
+            *(i for i in range(1, len(at)) if at[i] != at[i - 1] + 1 or low[i] > low[i - 1] + 1),
+            len(at),
+        ]
         if len(cuts) > MANY_RUNS:
             cuts = [0, len(at)]
         for begin, end in pairwise(cuts):
             keys = range(low[begin], at[end - 1] + 1)
             near_q = q[sample : sample + 1, :, begin:end]
-            near_k, near_v = (each[sample : sample + 1, :, keys.start : keys.stop] for each in (k, v))
+            near_k, near_v = (
+                each[sample : sample + 1, :, keys.start : keys.stop] for each in (k, v)
+            )
             mask = None
             if len(keys) != end - begin or low[begin:end] != [keys.start] * (end - begin):
                 mask = seen(places[sample, None, begin:end], first[sample, None, begin:end], keys)
@@ -108,6 +131,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scal
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attend with a mask; without one causally, as many queries as keys. Keys are repeated for the heads of a group."""
+    """Attend with a mask; without one causally, as many queries as keys.
+    Keys are repeated for the heads of a group.
+    """
     k, v = (repeat(each, "b g s d -> b (g r) s d", r=q.shape[1] // k.shape[1]) for each in (k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)

@@ -1,4 +1,6 @@
-"""A cluster of four nodes for the tests of this folder: emulated hosts, and a real Slurm on them."""
+"""A cluster of four nodes for the tests of this folder: emulated hosts,
+and a real Slurm on them.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Several hosts on one Linux machine: each has a network, a host name, a process tree and a /dev/shm of its own.
+"""Several hosts on one Linux machine: each has a network, a host name,
+a process tree and a /dev/shm of its own.
 
     h1 [eth0] ---- p1 \\
     h2 [eth0] ---- p2 -- br0, the switch, in "ctl"        10.77.0.1, .2, ... and .254 for ctl
     h3 [eth0] ---- p3 /
 
-A host is a network namespace and, in it, the first process of uts, ipc, pid and mount namespaces. The disk is shared,
-as a cluster's is, but for /mnt. Links can be limited and cut. Needs root, iproute2 and util-linux.
+A host is a network namespace and, in it, the first process of uts, ipc, pid and mount namespaces.
+The disk is shared, as a cluster's is, but for /mnt. Links can be limited and cut. Needs root,
+iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -42,22 +44,28 @@ def why_not() -> str | None:
     missing = [program for program in NEEDS if shutil.which(program) is None]
     if missing:
         return f"there is no {', '.join(missing)} on this machine"
-    tried = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False
+    )
     return None if tried.returncode == 0 else "this machine gives nobody a namespace"
 
 
 def call(*words: str) -> str:
-    """What it prints; an error says what it printed too."""
+    """Return what a command prints; an error shows it too."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
 class Hosts:
     """``num`` hosts h1, h2, ... and the switch; within: they are up."""
 
-    def __init__(self, root: Path, num: int, *, prefix: str = "mw-", network: str = "10.77.0") -> None:
+    def __init__(
+        self, root: Path, num: int, *, prefix: str = "mw-", network: str = "10.77.0"
+    ) -> None:
         self.root = root
         self.names = [f"h{number}" for number in range(1, num + 1)]
         self._prefix = prefix
@@ -67,12 +75,14 @@ class Hosts:
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_namespaces()  # of a test that was killed
         lines = ["127.0.0.1 localhost", f"{self.address(CONTROL)} {CONTROL}"]
-        for name in self.names:  # the second form keeps torch from warning that it cannot name a client
+        # the second form keeps torch from warning that it cannot name a client
+        for name in self.names:
             lines += [f"{self.address(name)} {name}", f"::ffff:{self.address(name)} {name}"]
         (self.root / "hosts").write_text("\n".join(lines) + "\n")
         try:
             self._wire()
-            for name in (CONTROL, *self.names):  # all networks first: each host's mount namespace then sees them all
+            # all networks first: each host's mount namespace then sees them all
+            for name in (CONTROL, *self.names):
                 self.boot(name)
         except BaseException:
             self.__exit__()
@@ -107,7 +117,21 @@ class Hosts:
             space, port = self._space(name), self._port(name)
             call("ip", "netns", "add", space)
             call("ip", "-n", space, "link", "set", "lo", "up")
-            call("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+            call(
+                "ip",
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                space,
+            )
             call("ip", "-n", switch, "link", "set", port, "master", "br0")
             call("ip", "-n", switch, "link", "set", port, "up")
             call("ip", "-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
@@ -115,7 +139,9 @@ class Hosts:
 
     def _remove_namespaces(self) -> None:
         for name in (*self.names, CONTROL):
-            subprocess.run(["ip", "netns", "del", self._space(name)], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "del", self._space(name)], capture_output=True, check=False
+            )
 
     def boot(self, name: str) -> None:
         """Start a host; again after ``crash`` and ``heal``."""
@@ -123,7 +149,16 @@ class Hosts:
         (place / "node").mkdir(parents=True, exist_ok=True)
         (place / "ready").unlink(missing_ok=True)
         with (place / "init.log").open("ab") as log:
-            unshare = ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
+            unshare = [
+                "unshare",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--mount",
+                "--fork",
+                "--mount-proc",
+                "--kill-child",
+            ]
             first = ["bash", "-c", FIRST_PROCESS, f"init-{name}", name, str(self.root)]
             outer = subprocess.Popen(
                 ["ip", "netns", "exec", self._space(name), *unshare, *first],
@@ -139,13 +174,23 @@ class Hosts:
         return int((self.root / name / "init.pid").read_text())
 
     def within(self, name: str, *words: str) -> list[str]:
-        """The command line that runs a command in a host, in the same directory."""
+        """Return the command line that runs a command in a host, in the same directory."""
         namespaces = ["-n", "-u", "-i", "-p", "-m"]
-        return ["nsenter", "-t", str(self._init(name)), *namespaces, f"--wd={Path.cwd()}", "--", *words]
+        return [
+            "nsenter",
+            "-t",
+            str(self._init(name)),
+            *namespaces,
+            f"--wd={Path.cwd()}",
+            "--",
+            *words,
+        ]
 
     def run(self, name: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command in a host and wait for it."""
-        return subprocess.run(self.within(name, *words), capture_output=True, text=True, check=False, **options)
+        return subprocess.run(
+            self.within(name, *words), capture_output=True, text=True, check=False, **options
+        )
 
     def start(self, name: str, *words: str, log: Path, **options: Any) -> subprocess.Popen[bytes]:
         """Start a command in a host."""
@@ -160,26 +205,34 @@ class Hosts:
             )
 
     def pids(self, name: str) -> list[int]:
-        """All processes of a host, as this machine numbers them; none after a crash."""
+        """Return all processes of a host, as this machine numbers them; none after a crash."""
         try:
             found = subprocess.run(
-                ["pgrep", "--ns", str(self._init(name)), "--nslist", "pid"], capture_output=True, text=True, check=False
+                ["pgrep", "--ns", str(self._init(name)), "--nslist", "pid"],
+                capture_output=True,
+                text=True,
+                check=False,
             )
         except FileNotFoundError:
             return []
         return [int(pid) for pid in found.stdout.split()]
 
     def commands(self, name: str) -> list[str]:
-        """The command lines of all processes of a host."""
+        """Return the command lines of all processes of a host."""
         found = []
         for pid in self.pids(name):
             with contextlib.suppress(OSError):
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip())
+                found.append(
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                )
         return found
 
     def limit(self, name: str, rate: str | None) -> None:
         """Both directions of a host's link, such as ``1gbit``; None: as fast as the machine."""
-        for space, device in ((self._space(name), "eth0"), (self._space(CONTROL), self._port(name))):
+        for space, device in (
+            (self._space(name), "eth0"),
+            (self._space(CONTROL), self._port(name)),
+        ):
             there = ["tc", "-n", space, "qdisc"]
             subprocess.run([*there, "del", "dev", device, "root"], capture_output=True, check=False)
             if rate is not None:

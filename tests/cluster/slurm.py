@@ -68,12 +68,21 @@ def why_not() -> str | None:
 
 
 class Slurm:
-    """Within: it is up, and all nodes are idle. Commands run as a user's on ``ctl``, the login node."""
+    """Within: it is up, and all nodes are idle. Commands run as a user's on ``ctl``,
+    the login node.
+    """
 
     def __init__(
-        self, hosts: Hosts, *, timeout_s: int = 30, devices: int = DEVICES, task_plugin: str = "task/none"
+        self,
+        hosts: Hosts,
+        *,
+        timeout_s: int = 30,
+        devices: int = DEVICES,
+        task_plugin: str = "task/none",
     ) -> None:
-        """``task_plugin``: with ``task/affinity`` tasks are bound to CPUs, and ``devices`` is at most the machine's."""
+        """``task_plugin``: with ``task/affinity`` tasks are bound to CPUs,
+        and ``devices`` is at most the machine's.
+        """
         self.hosts = hosts
         self._devices, self._task_plugin = devices, task_plugin
         self.place = hosts.root / "slurm"
@@ -83,9 +92,12 @@ class Slurm:
     def __enter__(self) -> Slurm:
         for name in ("state", "log", "run", "spool"):
             (self.place / name).mkdir(parents=True, exist_ok=True)
-        for directory in (self.place, self.place / "run"):  # munged wants its socket where all may look
+        # munged wants its socket where all may look
+        for directory in (self.place, self.place / "run"):
             directory.chmod(0o755)
-        nodes = "\n".join(f"NodeName={name} NodeAddr={self.hosts.address(name)}" for name in self.hosts.names)
+        nodes = "\n".join(
+            f"NodeName={name} NodeAddr={self.hosts.address(name)}" for name in self.hosts.names
+        )
         self.configuration.write_text(
             CONFIGURATION.format(
                 control=self.hosts.address(CONTROL),
@@ -96,7 +108,8 @@ class Slurm:
                 timeout_s=self._timeout_s,
             )
         )
-        # looking for a plugin fails where /sys/fs/cgroup is not mounted; v1 needs nothing when it is not used
+        # looking for a plugin fails where /sys/fs/cgroup is not mounted; v1 needs nothing when it
+        # is not used
         (self.place / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = self.place / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
@@ -106,7 +119,10 @@ class Slurm:
             self.start_controller(clean=True)
             for name in self.hosts.names:
                 self.start_node(name)
-            until(lambda: self.states() == dict.fromkeys(self.hosts.names, "idle"), "all nodes are idle")
+            until(
+                lambda: self.states() == dict.fromkeys(self.hosts.names, "idle"),
+                "all nodes are idle",
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -155,19 +171,25 @@ class Slurm:
         """Its slurmd; again after a crash."""
         (self.place / "spool" / name).mkdir(parents=True, exist_ok=True)
         log = self.place / "log" / f"{name}.out"
-        self._daemons[name] = self.hosts.start(name, "slurmd", "-D", "-N", name, log=log, env=self.environment)
+        self._daemons[name] = self.hosts.start(
+            name, "slurmd", "-D", "-N", name, log=log, env=self.environment
+        )
 
     @staticmethod
     def _kill_below(daemon: subprocess.Popen[bytes], signum: int) -> None:
         """nsenter forks: the daemon is its child."""
-        found = subprocess.run(["pgrep", "-P", str(daemon.pid)], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            ["pgrep", "-P", str(daemon.pid)], capture_output=True, text=True, check=False
+        )
         for pid in found.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signum)
 
     def command(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run on the login node."""
-        return self.hosts.run(CONTROL, *words, env=self.environment | options.pop("env", {}), **options)
+        return self.hosts.run(
+            CONTROL, *words, env=self.environment | options.pop("env", {}), **options
+        )
 
     def states(self) -> dict[str, str]:
         """Of the nodes, such as idle, allocated, down*."""
@@ -175,13 +197,13 @@ class Slurm:
         return dict(line.split() for line in told.splitlines() if len(line.split()) == 2)
 
     def submit(self, *words: str) -> str:
-        """The number of a job."""
+        """Return the number of a job."""
         done = self.command("sbatch", "--parsable", *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, Any]:
-        """What Slurm knows of a job."""
+        """Return what Slurm knows of a job."""
         told = self.command("scontrol", "show", "job", number, "-o").stdout
         return dict(word.split("=", 1) for word in told.split() if "=" in word)
 
@@ -191,5 +213,10 @@ class Slurm:
 
     def wait(self, number: str, states: Sequence[str], limit_s: float = 180.0) -> str:
         """Until a job is in one of these; which one."""
-        until(lambda: self.state(number) in states, f"job {number} is {states}, {self.state(number)}", limit_s, 0.1)
+        until(
+            lambda: self.state(number) in states,
+            f"job {number} is {states}, {self.state(number)}",
+            limit_s,
+            0.1,
+        )
         return self.state(number)

@@ -1,4 +1,6 @@
-"""A Slurm that binds tasks to CPUs (task/affinity): a job's ranks get what it asked for, and a run says when not."""
+"""A Slurm that binds tasks to CPUs (task/affinity): a job's ranks get what it asked for,
+and a run says when not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ BINDING = "task/affinity\nTaskPluginParam=autobind=cores"
 @pytest.fixture(scope="module")
 def binding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
     """A Slurm of two nodes with two CPUs each, beside the one of the other tests."""
-    reason = hosts.why_not() or slurm.why_not() or ("needs two CPUs" if (os.cpu_count() or 1) < 2 else None)
+    reason = (
+        hosts.why_not()
+        or slurm.why_not()
+        or ("needs two CPUs" if (os.cpu_count() or 1) < 2 else None)
+    )
     if reason is not None:
         pytest.skip(reason)
     root = tmp_path_factory.mktemp("binding")
@@ -39,39 +45,65 @@ def binding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
 @pytest.fixture
 def config(corpus: Path, tmp_path: Path) -> RunConfig:
     """A short run of a rank on each node."""
-    return changed(run_config(corpus, tmp_path), parallel=layout("dp2"), train={"steps": 2}, tracking={"console": True})
+    return changed(
+        run_config(corpus, tmp_path),
+        parallel=layout("dp2"),
+        train={"steps": 2},
+        tracking={"console": True},
+    )
 
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def output(config: RunConfig) -> str:
-    """All logs of the run's jobs."""
-    return "".join(path.read_text() for path in sorted((run_directory(config) / "slurm").glob("*.log")))
+    """Return all logs of the run's jobs."""
+    return "".join(
+        path.read_text() for path in sorted((run_directory(config.run) / "slurm").glob("*.log"))
+    )
 
 
 def allowed(text: str) -> set[str]:
-    """The CPUs that the ranks printed."""
-    return {line.rpartition("CPUs ")[2] for line in text.splitlines() if "CPUs " in line and "warning" not in line}
+    """Return the CPUs that the ranks printed."""
+    return {
+        line.rpartition("CPUs ")[2]
+        for line in text.splitlines()
+        if "CPUs " in line and "warning" not in line
+    }
 
 
 PROLOGUE = "import os\nprint('CPUs', sorted(os.sched_getaffinity(0)), flush=True)\n"
 """``sitecustomize.py``: each Python of the job prints its CPUs when it starts."""
 
 
-@pytest.mark.parametrize("words", [("--cpus-per-task=2",), ("--exclusive",), ("--torchrun", "--cpus-per-task=2")])
+@pytest.mark.parametrize(
+    "words", [("--cpus-per-task=2",), ("--exclusive",), ("--torchrun", "--cpus-per-task=2")]
+)
 def test_the_ranks_of_a_job_have_its_cpus(
     words: tuple[str, ...], binding: slurm.Slurm, config: RunConfig, tmp_path: Path
 ) -> None:
     """Without ``srun --cpus-per-task`` each was bound to one core of the two."""
     (tmp_path / "sitecustomize.py").write_text(PROLOGUE)
-    command = [sys.executable, "-m", "meshwright_launch", "slurm", written(config, tmp_path), "--submit", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright_launch",
+        "slurm",
+        written(config, tmp_path),
+        "--submit",
+        *words,
+    ]
     submitted = binding.command(
-        *command, "--nodes=2", "--devices-per-node=1", env=ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+        *command,
+        "--nodes=2",
+        "--devices-per-node=1",
+        env=ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
     )
     assert submitted.returncode == 0, submitted.stderr
     number = next(iter(binding.command("squeue", "-h", "-o", "%i").stdout.split()))
-    assert binding.wait(number, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", output(config)
+    assert binding.wait(number, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", output(
+        config
+    )
     said = output(config)
     assert allowed(said) == {"[0, 1]"}, said
     assert "may use CPU" not in said and "share CPU" not in said
@@ -84,7 +116,8 @@ def test_a_rank_with_fewer_cpus_than_its_job_gives_is_named(
     script = tmp_path / "own.sh"
     train = f"{sys.executable} -m meshwright_launch train {written(config, tmp_path)}"
     script.write_text(
-        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --cpus-per-task=2\n#SBATCH -o {tmp_path}/own.log\nsrun {train}\n"
+        "#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --cpus-per-task=2\n#SBATCH -o"
+        f" {tmp_path}/own.log\nsrun {train}\n"
     )
     done = binding.command("sbatch", "--parsable", str(script), env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

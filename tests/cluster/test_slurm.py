@@ -1,4 +1,6 @@
-"""Runs on a real Slurm: the numbers of one machine, and whatever happens to a job, those of a run left alone."""
+"""Runs on a real Slurm: the numbers of one machine, and whatever happens to a job,
+those of a run left alone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ from tests.end_to_end.driving import (
 )
 from tests.end_to_end.shell import written
 
-pytestmark = pytest.mark.slurm(row="jobs on a real Slurm, and the seconds until a step beyond the fault")
+pytestmark = pytest.mark.slurm(
+    row="jobs on a real Slurm, and the seconds until a step beyond the fault"
+)
 ROOT = Path(__file__).parents[2]
 STEPS = 160
 LIMIT_S = 300.0
@@ -65,32 +69,45 @@ def submitted(cluster: Slurm, file: str, *words: str) -> str:
 
 
 def steps_of(config: RunConfig) -> int:
-    """The last step that has been told."""
-    metrics = run_directory(config) / "metrics.jsonl"
-    return int(lines(config)[-1]["step"]) if metrics.exists() and metrics.read_text().count("\n") else 0
+    """Return the last step that has been told."""
+    metrics = run_directory(config.run) / "metrics.jsonl"
+    return (
+        int(lines(config)[-1]["step"])
+        if metrics.exists() and metrics.read_text().count("\n")
+        else 0
+    )
 
 
 def num_starts(config: RunConfig) -> int:
     """How often the run has begun to train."""
-    return (run_directory(config) / "starts.jsonl").read_text().count("\n")
+    return (run_directory(config.run) / "starts.jsonl").read_text().count("\n")
 
 
 def told(config: RunConfig) -> str:
-    """All logs of the job."""
-    logs = sorted((run_directory(config) / "slurm").glob("*.log"))
+    """Return all logs of the job."""
+    logs = sorted((run_directory(config.run) / "slurm").glob("*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
 
 @pytest.fixture
 def idle(cluster: Slurm) -> Iterator[Slurm]:
-    """The cluster with all nodes up and nothing on them; afterwards no process of ours may be left on any node."""
+    """The cluster with all nodes up and nothing on them;
+    afterwards no process of ours may be left on any node.
+    """
     yield cluster
     cluster.command("scancel", "--user=root")
     names = cluster.hosts.names
-    until(lambda: cluster.states() == dict.fromkeys(names, "idle"), f"idle nodes, {cluster.states()}", LIMIT_S, 0.2)
+    until(
+        lambda: cluster.states() == dict.fromkeys(names, "idle"),
+        f"idle nodes, {cluster.states()}",
+        LIMIT_S,
+        0.2,
+    )
 
     def left() -> list[str]:
-        return [line for name in names for line in cluster.hosts.commands(name) if OURS.search(line)]
+        return [
+            line for name in names for line in cluster.hosts.commands(name) if OURS.search(line)
+        ]
 
     until(lambda: not left(), "no process of ours on any node", 30.0, 0.1)
 
@@ -112,15 +129,19 @@ def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory, pool: RankPool
 
 
 @pytest.mark.parametrize("words", [(), ("--torchrun",)], ids=["srun", "torchrun"])
-def test_the_numbers_of_one_machine(words: tuple[str, ...], idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+def test_the_numbers_of_one_machine(
+    words: tuple[str, ...], idle: Slurm, plain: RunConfig, tmp_path: Path
+) -> None:
     """pp across nodes, tp inside: the host names say so."""
     config = changed(plain, run={"directory": str(tmp_path)}, train={"steps": 20})
     job = submitted(idle, written(config, tmp_path), *words)
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"]) == "COMPLETED", told(config)
     first = {step: loss for step, loss in exact_losses(plain).items() if step <= 20}
     assert exact_losses(config) == first
-    placed = (run_directory(config) / "placement.txt").read_text()
-    assert "h1: ranks 0-1" in placed and "h2: ranks 2-3" in placed, "the ranks of a tp group are neighbours"
+    placed = (run_directory(config.run) / "placement.txt").read_text()
+    assert "h1: ranks 0-1" in placed and "h2: ranks 2-3" in placed, (
+        "the ranks of a tp group are neighbours"
+    )
     assert "2 groups of 2 neighbours, a row above; each inside one node" in placed
     assert "pp 2 x dp 1 x tp 2 = 4 ranks on 2 nodes of 2" in told(config)
 
@@ -137,7 +158,9 @@ def requeue(cluster: Slurm, job: str) -> None:
 
 def preempt(cluster: Slurm, job: str) -> None:
     """By a job of a higher partition that wants all nodes."""
-    other = cluster.submit("-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3")
+    other = cluster.submit(
+        "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3"
+    )
     cluster.wait(other, ["COMPLETED"])
 
 
@@ -151,13 +174,19 @@ def restart_the_controller(cluster: Slurm, job: str) -> None:
 def kill_a_rank(cluster: Slurm, job: str) -> None:
     """The last one's process, on its node."""
     node = nodes_of(cluster, job)[-1]
-    found = [pid for pid in cluster.hosts.pids(node) if b"launch\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = [
+        pid
+        for pid in cluster.hosts.pids(node)
+        if b"launch\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(found[-1], signal.SIGKILL)
 
 
 def nodes_of(cluster: Slurm, job: str) -> list[str]:
-    """Names of a job's nodes."""
-    return cluster.command("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).stdout.split()
+    """Return names of a job's nodes."""
+    return cluster.command(
+        "scontrol", "show", "hostnames", cluster.job(job)["NodeList"]
+    ).stdout.split()
 
 
 def crash(cluster: Slurm, job: str) -> None:
@@ -179,26 +208,42 @@ def cut(cluster: Slurm, job: str) -> None:
 
 
 def test_a_slow_node_is_named_and_left_out(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
-    """The doctor's figures are those that were set, within 10 %, and the job runs where the link is sound."""
+    """The doctor's figures are those that were set, within 10 %,
+    and the job runs where the link is sound.
+    """
     config = changed(plain, run={"directory": str(tmp_path)}, train={"steps": 4})
     try:
         for name in idle.hosts.names:
             idle.hosts.limit(name, "1gbit" if name != "h2" else "100mbit")
-        words = ["--doctor", "--nodes=3", "--parallel.pp=3", "--parallel.tp=1", "--devices-per-node=1"]
+        words = [
+            "--doctor",
+            "--nodes=3",
+            "--parallel.pp=3",
+            "--parallel.tp=1",
+            "--devices-per-node=1",
+        ]
         job = submitted(idle, written(config, tmp_path), *words)
-        assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
+        assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(
+            config
+        )
     finally:
         for name in idle.hosts.names:
             idle.hosts.limit(name, None)
     assert nodes_of(idle, job) == ["h1", "h3", "h4"]
     said = told(config)
-    slow, usual = re.search(r"the link of h2 is slow: ([\d.]+) Gbit/s, others reach ([\d.]+) Gbit/s", said).groups()  # type: ignore[union-attr]
-    assert float(slow) == pytest.approx(0.1, rel=0.1) and float(usual) == pytest.approx(1.0, rel=0.1)
-    figures = tomllib.loads((run_directory(config) / "links.toml").read_text())
+    slow, usual = re.search(
+        r"the link of h2 is slow: ([\d.]+) Gbit/s, others reach ([\d.]+) Gbit/s", said
+    ).groups()  # type: ignore[union-attr]
+    assert float(slow) == pytest.approx(0.1, rel=0.1) and float(usual) == pytest.approx(
+        1.0, rel=0.1
+    )
+    figures = tomllib.loads((run_directory(config.run) / "links.toml").read_text())
     assert 8 * figures["across_nodes"]["bytes_per_s"] == pytest.approx(1e9, rel=0.1)
 
 
-def test_a_dead_link_is_named_before_anything_hangs(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+def test_a_dead_link_is_named_before_anything_hangs(
+    idle: Slurm, plain: RunConfig, tmp_path: Path
+) -> None:
     """h2 and h3 both reach the node of rank 0."""
     config = changed(plain, run={"directory": str(tmp_path)}, parallel=layout("pp3"))
     idle.hosts.part("h2", "h3")
@@ -211,7 +256,9 @@ def test_a_dead_link_is_named_before_anything_hangs(idle: Slurm, plain: RunConfi
         )
     finally:
         idle.hosts.join("h2", "h3")
-    assert "1 thing is wrong: the link between h2 and h3 is dead: no connection" in done.stderr, done.stderr
+    assert "1 thing is wrong: the link between h2 and h3 is dead: no connection" in done.stderr, (
+        done.stderr
+    )
     assert done.returncode == 3 and "Traceback" not in done.stderr
 
 
@@ -220,7 +267,7 @@ WIDE = {"max_sequence_length": 256, "num_layers": 4, "dropout": 0.0}
 
 
 def wide(plain: RunConfig, runs: Path, **sections: Any) -> RunConfig:
-    """A model whose messages are large enough for a link to matter."""
+    """Return a model whose messages are large enough for a link to matter."""
     return changed(
         plain,
         run={"directory": str(runs)},
@@ -231,19 +278,31 @@ def wide(plain: RunConfig, runs: Path, **sections: Any) -> RunConfig:
     )
 
 
-def test_a_run_says_who_makes_the_others_wait(idle: Slurm, plain: RunConfig, tmp_path: Path) -> None:
+def test_a_run_says_who_makes_the_others_wait(
+    idle: Slurm, plain: RunConfig, tmp_path: Path
+) -> None:
     """The same link, without the doctor: the run itself names it."""
-    config = wide(plain, tmp_path, parallel=layout("pp4"), train={"steps": 12}, tracking={"stragglers_every": 6})
+    config = wide(
+        plain,
+        tmp_path,
+        parallel=layout("pp4"),
+        train={"steps": 12},
+        tracking={"stragglers_every": 6},
+    )
     try:
         for name in idle.hosts.names:
             idle.hosts.limit(name, "500mbit" if name != "h2" else "20mbit")
         job = submitted(idle, written(config, tmp_path), "--nodes=4", "--devices-per-node=1")
-        assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
+        assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(
+            config
+        )
     finally:
         for name in idle.hosts.names:
             idle.hosts.limit(name, None)
     assert "the link of h2 makes the others wait" in told(config), told(config)
-    named = {line["step"]: line["perf/straggler"] for line in lines(config) if "perf/straggler" in line}
+    named = {
+        line["step"]: line["perf/straggler"] for line in lines(config) if "perf/straggler" in line
+    }
     assert named == {6: "the link of h2", 12: "the link of h2"}
 
 
@@ -267,18 +326,35 @@ def test_the_demo_on_four_nodes(idle: Slurm, tmp_path: Path) -> None:
     job = submitted(idle, written(config, tmp_path), "--nodes=4")
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT"], LIMIT_S) == "COMPLETED", told(config)
     assert exact_losses(config) == exact_losses(here)
-    assert not differing(tensors(run_directory(config)), tensors(run_directory(here)))
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(here.run)))
 
 
 @pytest.mark.parametrize(("rate", "slower"), [("1gbit", 0.0), ("100mbit", 1.5)])
 def test_tensor_parallel_groups_belong_in_a_node(
-    rate: str, slower: float, idle: Slurm, plain: RunConfig, tmp_path: Path, record_property: Callable[[str, Any], None]
+    rate: str,
+    slower: float,
+    idle: Slurm,
+    plain: RunConfig,
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
 ) -> None:
-    """The same four ranks, tp inside nodes and pp across them, and the other way round: what the same steps take. With
-    1 Gbit/s two cores compute for so long that it does not matter yet, and nothing is asserted of it."""
+    """The same four ranks, tp inside nodes and pp across them, and the other way round: what the
+    same steps take. With 1 Gbit/s two cores compute for so long that it does not matter yet, and
+    nothing is asserted of it.
+    """
     config = wide(plain, tmp_path, train={"steps": 8, "validate_every": 0})
     crossed = changed(config, run={"name": "crossed"}, parallel={"tp_across_nodes": True})
-    words = ("srun", "-N2", "--ntasks-per-node=2", "-w", "h1,h2", sys.executable, "-m", "meshwright_launch", "train")
+    words = (
+        "srun",
+        "-N2",
+        "--ntasks-per-node=2",
+        "-w",
+        "h1,h2",
+        sys.executable,
+        "-m",
+        "meshwright_launch",
+        "train",
+    )
     taken_s = []
     try:
         for name in idle.hosts.names:
@@ -328,7 +404,9 @@ def test_the_job_survives(
     tmp_path: Path,
     record_property: Callable[[str, Any], None],
 ) -> None:
-    config = changed(plain, run={"directory": str(tmp_path)}, checkpoint={"every": 10, "keep_last": 2})
+    config = changed(
+        plain, run={"directory": str(tmp_path)}, checkpoint={"every": 10, "keep_last": 2}
+    )
     job = submitted(idle, written(config, tmp_path), *words)
     until(lambda: steps_of(config) >= 25, "25 steps", LIMIT_S, 0.1)
     strike, restarts = FAULTS[fault]
@@ -337,19 +415,32 @@ def test_the_job_survives(
     until(lambda: num_starts(config) == 1 + restarts, f"{restarts} further starts", LIMIT_S, 0.1)
     until(lambda: steps_of(config) > before, f"a step after {before}", LIMIT_S, 0.1)
     recovered_s = time.monotonic() - begin_s
-    assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], LIMIT_S) == "COMPLETED", told(config)
+    assert (
+        idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], LIMIT_S) == "COMPLETED"
+    ), told(config)
     assert int(idle.job(job)["Restarts"]) == restarts
     assert exact_losses(config) == exact_losses(plain)
-    assert not differing(tensors(run_directory(config)), tensors(run_directory(plain)))
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(plain.run)))
     if strike is send_usr2:
-        assert json.loads((run_directory(config) / "starts.jsonl").read_text().splitlines()[1])["step"] > before
+        assert (
+            json.loads((run_directory(config.run) / "starts.jsonl").read_text().splitlines()[1])[
+                "step"
+            ]
+            > before
+        )
     record_property("noted", f"{' '.join((fault, *words))} {recovered_s:.0f}")
 
 
 def test_the_job_survives_its_time_limit(
-    idle: Slurm, plain: RunConfig, tmp_path: Path, pool: RankPool, record_property: Callable[[str, Any], None]
+    idle: Slurm,
+    plain: RunConfig,
+    tmp_path: Path,
+    pool: RankPool,
+    record_property: Callable[[str, Any], None],
 ) -> None:
-    """Three minutes for what takes longer: it is told in time, as early as its own steps and saves want it."""
+    """Three minutes for what takes longer: it is told in time,
+    as early as its own steps and saves want it.
+    """
     options = plain.model.options | {"pause_s": 0.2, "of": "head"}
     model = {"builder": "tests.end_to_end.builders:slow", "options": options}
     config = changed(
@@ -359,18 +450,26 @@ def test_the_job_survives_its_time_limit(
         train={"steps": 12},
         checkpoint={"every": 6, "keep_last": 2},
     )
-    pool.run(train_rank, size(config), config, timeout_s=LIMIT_S)  # nothing is measured before the first steps
+    # nothing is measured before the first steps
+    pool.run(train_rank, size(config), config, timeout_s=LIMIT_S)
     longer = changed(config, train={"steps": 120})
     job = submitted(idle, written(longer, tmp_path), "--time=3")
-    script = (run_directory(config) / "slurm" / "job.sbatch").read_text()
+    script = (run_directory(config.run) / "slurm" / "job.sbatch").read_text()
     found = re.search(r"--signal=USR2@(\d+)", script)
     assert found and 62 <= int(found[1]) <= 90, script
-    assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], 2 * LIMIT_S) == "COMPLETED", told(longer)
+    assert (
+        idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], 2 * LIMIT_S) == "COMPLETED"
+    ), told(longer)
     restarts = int(idle.job(job)["Restarts"])
-    assert restarts >= 1 and told(longer).count("ended on request, saved step-") == restarts, told(longer)
+    assert restarts >= 1 and told(longer).count("ended on request, saved step-") == restarts, told(
+        longer
+    )
     first = {step: loss for step, loss in exact_losses(plain).items() if step <= 120}
     assert exact_losses(longer) == first
-    starts = [json.loads(line)["step"] for line in (run_directory(config) / "starts.jsonl").read_text().splitlines()]
+    starts = [
+        json.loads(line)["step"]
+        for line in (run_directory(config.run) / "starts.jsonl").read_text().splitlines()
+    ]
     assert len(starts) == restarts + 2 and starts[0] == 0 and starts[1] == 12
     record_property("noted", f"a time limit {restarts} restarts")
 
@@ -400,7 +499,12 @@ def a_clock_an_hour_ahead(cluster: Slurm, directory: Path) -> Iterator[None]:
 def a_full_disk(cluster: Slurm, directory: Path) -> Iterator[None]:
     """Of 64 KiB, at /mnt/full of h1."""
     cluster.hosts.run("h1", "mkdir", "-p", "/mnt/full")
-    assert cluster.hosts.run("h1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt/full").returncode == 0
+    assert (
+        cluster.hosts.run(
+            "h1", "mount", "-t", "tmpfs", "-o", "size=64k", "none", "/mnt/full"
+        ).returncode
+        == 0
+    )
     try:
         yield
     finally:
@@ -408,7 +512,9 @@ def a_full_disk(cluster: Slurm, directory: Path) -> Iterator[None]:
 
 
 class Bad(NamedTuple):
-    """What cannot work: how srun starts it, what is said once for each node, and what is changed for it."""
+    """What cannot work: how srun starts it, what is said once for each node,
+    and what is changed for it.
+    """
 
     words: str
     said: str
@@ -422,9 +528,15 @@ BAD = {
     "three ranks on a node and one on the other": Bad(
         "-w h1,h2 -N2 -n4 --distribution=plane=3", "straddles the nodes h1, h2"
     ),
-    "no shared directory": Bad(TWO_EACH, "h2 does not see the run's directory", directory="/mnt/runs"),
-    "a clock an hour off": Bad(TWO_EACH, "the clocks of h1 and h2 are 3,", prepared=a_clock_an_hour_ahead),
-    "a full disk": Bad("-w h1 -N1 -n4", "/mnt/full/run has 65,536 bytes free", "/mnt/full", a_full_disk),
+    "no shared directory": Bad(
+        TWO_EACH, "h2 does not see the run's directory", directory="/mnt/runs"
+    ),
+    "a clock an hour off": Bad(
+        TWO_EACH, "the clocks of h1 and h2 are 3,", prepared=a_clock_an_hour_ahead
+    ),
+    "a full disk": Bad(
+        "-w h1 -N1 -n4", "/mnt/full/run has 65,536 bytes free", "/mnt/full", a_full_disk
+    ),
 }
 
 
@@ -434,7 +546,9 @@ def test_what_cannot_work_is_said_once_before_training(
 ) -> None:
     bad = BAD[what]
     directory = bad.directory or str(tmp_path)
-    config = changed(plain, run={"directory": directory}, train={"steps": 20}, checkpoint={"every": 5})
+    config = changed(
+        plain, run={"directory": directory}, train={"steps": 20}, checkpoint={"every": 5}
+    )
     with bad.prepared(idle, tmp_path):
         done = idle.command(
             *("srun", "--kill-on-bad-exit=1", *bad.words.split()),
@@ -443,6 +557,8 @@ def test_what_cannot_work_is_said_once_before_training(
             timeout=LIMIT_S,
         )
     nodes = 2 if "-N2" in bad.words else 1
-    assert done.returncode == 2 and 1 <= done.stderr.count(bad.said) <= nodes, done.stderr + done.stdout
+    assert done.returncode == 2 and 1 <= done.stderr.count(bad.said) <= nodes, (
+        done.stderr + done.stdout
+    )
     assert "Traceback" not in done.stderr and "step " not in done.stdout.replace("steps", "")
-    assert not (run_directory(config) / "metrics.jsonl").exists()
+    assert not (run_directory(config.run) / "metrics.jsonl").exists()

@@ -1,4 +1,6 @@
-"""Benchmarks are run by hand: here all are imported, and most of `make bench` runs for one turn (guards: minutes)."""
+"""Benchmarks are run by hand: here all are imported,
+and most of `make bench` runs for one turn (guards: minutes).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_the_newest_results_of_each_processor_are_kept() -> None:
         processor = results.get("environment", results).get("cpu")
         if processor is not None:
             older = seen.setdefault((path.name[len("2026-11-21-") :], processor), path.name)
-            assert older == path.name, f"{path.name} replaces {older}: remove that, and point what names it to this one"
+            assert older == path.name, (
+                f"{path.name} replaces {older}: remove that, and point what names it to this one"
+            )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -46,6 +50,7 @@ def test_all_that_it_imports_is_still_there(script: Path, monkeypatch: pytest.Mo
     runpy.run_path(str(script), run_name="imported")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
@@ -58,7 +63,9 @@ def test_all_that_it_imports_is_still_there(script: Path, monkeypatch: pytest.Mo
     ids=lambda command: command.split(".")[0],
 )
 def test_one_turn_of_a_benchmark(command: str, tmp_path: Path) -> None:
-    """Bars are for a quiet machine (exit code 1 is allowed here); losses must be equal, and figures must be written."""
+    """Bars are for a quiet machine (exit code 1 is allowed here); losses must be equal,
+    and figures must be written.
+    """
     script, *options = command.split()
     out = tmp_path / "figures.json"
     done = subprocess.run(
@@ -73,12 +80,16 @@ def test_one_turn_of_a_benchmark(command: str, tmp_path: Path) -> None:
     assert done.returncode in (0, 1)
     problems = json.loads(out.read_text()).get("problems", [])
     assert not [
-        problem for problem in problems if any(each in problem for each in ("loss", "norm", "other numbers", "differ"))
+        problem
+        for problem in problems
+        if any(each in problem for each in ("loss", "norm", "other numbers", "differ"))
     ]
 
 
 def test_the_model_as_gpt_neox_ran_it_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss in place is cross-entropy, with its gradient; nobody sees a later token; layers take (S, B, D)."""
+    """Its loss in place is cross-entropy, with its gradient; nobody sees a later token;
+    layers take (S, B, D).
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import neox
 
@@ -94,7 +105,8 @@ def test_the_model_as_gpt_neox_ran_it_is_a_model(monkeypatch: pytest.MonkeyPatch
     assert moved.sum() == 3
     labels = ids.roll(-1, 1)
     torch.testing.assert_close(
-        neox.loss(logits, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(3, 8)
+        neox.loss(logits, labels),
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(3, 8),
     )
     (ours,) = torch.autograd.grad(neox.loss(logits, labels).mean(), logits, retain_graph=True)
     (plain,) = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)

@@ -1,7 +1,9 @@
-"""Every command of meshwright that a page or a help text prints is one that there is, and its configuration fits it.
+"""Every command of meshwright that a page or a help text prints is one that there is,
+and its configuration fits it.
 
-The pages of docs/tasks are run as they stand by test_tasks.py. What stands elsewhere is read by the real parser, its
-configuration loaded with the words that follow, and laid out on the ranks that it asks for.
+The pages of docs/tasks are run as they stand by test_tasks.py. What stands elsewhere is read by the
+real parser, its configuration loaded with the words that follow, and laid out on the ranks that it
+asks for.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ LAUNCHER = re.compile(r"^(?:torchrun (?:--\S+ )*-m meshwright_launch|srun (?:--\
 CONTINUED = re.compile(r"\s*\\\n\s*")
 REMARK = re.compile(r"\s{2,}\S.*$")
 REFUSED = {
-    "meshwright mesh configs/llama3-8b.toml --parallel.tp=4 --parallel.dp=4 --nodes 8 --devices-per-node 2",
+    (
+        "meshwright mesh configs/llama3-8b.toml --parallel.tp=4 --parallel.dp=4 --nodes 8"
+        " --devices-per-node 2"
+    ),
     "meshwright plan configs/llama3-405b.toml --cluster h100 --nodes 1",
 }
 """Shown because they are refused, beside what they say."""
@@ -55,7 +60,9 @@ def cleaned(command: str) -> str:
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     for action in parser._actions:
-        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+        for inner in (
+            action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
+        ):
             yield inner
             yield from parsers(inner)
 
@@ -64,18 +71,26 @@ COMMANDS = sorted({(where, command) for where, command in printed()})
 
 
 def test_pages_are_read() -> None:
-    assert len(COMMANDS) > 100 and {where for where, _ in COMMANDS} > {"README.md", "docs/use.md", "docs/cluster.md"}
+    assert len(COMMANDS) > 100 and {where for where, _ in COMMANDS} > {
+        "README.md",
+        "docs/use.md",
+        "docs/cluster.md",
+    }
 
 
 @pytest.mark.parametrize(("where", "command"), COMMANDS, ids=lambda text: text)
-def test_each_is_one_that_there_is(where: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_one_that_there_is(
+    where: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     words, overrides = split_overrides(shlex.split(command)[1:])
     try:
         options, unknown = build_parser().parse_known_args(words)
     except SystemExit:
         pytest.fail(f"{where}: {command} does not parse")
-    assert not unknown and (not overrides or options.takes_overrides), f"{where}: {command}: {unknown}"
+    assert not unknown and (not overrides or options.takes_overrides), (
+        f"{where}: {command}: {unknown}"
+    )
     file = getattr(options, "config", None)
     if file is None or not Path(file).is_file() or command in REFUSED:
         return
@@ -85,7 +100,7 @@ def test_each_is_one_that_there_is(where: str, command: str, monkeypatch: pytest
         resolved = resolve(config, nodes * per_node)
         parallel = resolved.parallel
         assert isinstance(parallel.dp, int)
-        grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+        grid = Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp)
         check_placement(grid, nodes_of(nodes, per_node), tp_across_nodes=parallel.tp_across_nodes)
     elif options.command == "mesh":
         assert main(shlex.split(command)[1:]) == 0, f"{where}: {command}"

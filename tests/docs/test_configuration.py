@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.config.keys import KEYS
+from tests.support import combination_table, optimizer_table
 from tests.support.configuration_keys import DOCUMENT, document, sentences
 
 
@@ -14,4 +15,18 @@ def test_every_key_has_a_sentence() -> None:
 
 
 def test_the_reference_is_of_today() -> None:
-    assert document() == DOCUMENT.read_text(), "`python -m tests.support.configuration_keys` writes it anew"
+    assert document() == DOCUMENT.read_text(), (
+        "`python -m tests.support.configuration_keys` writes it anew"
+    )
+
+
+def test_the_table_of_optimizers_is_that_of_their_specs() -> None:
+    assert optimizer_table.DOCUMENT.read_text() == optimizer_table.page(), (
+        "`python -m tests.support.optimizer_table` writes it anew"
+    )
+
+
+def test_the_table_of_refused_combinations_is_that_of_the_code() -> None:
+    assert combination_table.DOCUMENT.read_text() == combination_table.page(), (
+        "`python -m tests.support.combination_table` writes it anew"
+    )

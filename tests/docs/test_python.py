@@ -59,7 +59,9 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "texts").mkdir()
     for number in range(40):
-        (folder / "texts" / f"{number}.txt").write_text(f"rank {number} sends its stage a step and waits\n" * 40)
+        (folder / "texts" / f"{number}.txt").write_text(
+            f"rank {number} sends its stage a step and waits\n" * 40
+        )
     prepare_files([folder / "texts"], folder / "prepared", vocab_size=300, validation_share=0.2)
     return folder / "prepared"
 
@@ -96,6 +98,7 @@ def steps_of(run_directory: Path) -> list[int]:
     return sorted(each.step for each in find(run_directory))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_notebook_trains_saves_and_resumes(desk: Path) -> None:
     (desk / "notebook.py").write_text(NOTEBOOK)
@@ -105,6 +108,7 @@ def test_a_notebook_trains_saves_and_resumes(desk: Path) -> None:
     assert steps_of(desk / "runs/notebook") == [3, 6]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_on_several_ranks(desk: Path) -> None:
     (desk / "ranks.py").write_text(RANKS)
@@ -112,21 +116,36 @@ def test_a_script_on_several_ranks(desk: Path) -> None:
     assert json.loads((desk / "runs/ranks/resolved.json").read_text())["parallel"]["dp"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
     printed = run(desk, "callbacks.py")
-    assert len(re.findall(r"[123] \d\.\d{4} \d\.\d{3}(?!\d)", printed)) == 3  # the console prints beside it
-    stuck = ["--run.name=stuck", "--train.steps=30", "--train.validate_every=1", "--optimizer.learning_rate=1e-30"]
+    # the console prints beside it
+    assert len(re.findall(r"[123] \d\.\d{4} \d\.\d{3}(?!\d)", printed)) == 3
+    stuck = [
+        "--run.name=stuck",
+        "--train.steps=30",
+        "--train.validate_every=1",
+        "--optimizer.learning_rate=1e-30",
+    ]
     printed = run(desk, "-m", "meshwright_launch", *command_with("early_stop"), *stuck)
     assert re.search(
-        r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations", printed
+        r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations",
+        printed,
     )
     assert steps_of(desk / "runs/stuck")[-1] < 30
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_metrics_of_the_model(desk: Path) -> None:
-    run(desk, "-m", "meshwright_launch", *command_with("accuracy:build"), '--tracking.sinks=["tensorboard"]')
+    run(
+        desk,
+        "-m",
+        "meshwright_launch",
+        *command_with("accuracy:build"),
+        '--tracking.sinks=["tensorboard"]',
+    )
     records = list(read_records(desk / "runs/accuracy/metrics.jsonl"))
     assert [sorted(record.extra) for record in records] == [
         ["model/accuracy"],
@@ -140,16 +159,25 @@ def test_metrics_of_the_model(desk: Path) -> None:
 
 
 def command_with(text: str) -> list[str]:
-    """The command of the page that contains ``text``, without the program."""
+    """Return the command of the page that contains ``text``, without the program."""
     (found,) = [
-        line for line in re.findall(r"^    meshwright (train run.toml .*)$", PAGE, re.MULTILINE) if text in line
+        line
+        for line in re.findall(r"^    meshwright (train run.toml .*)$", PAGE, re.MULTILINE)
+        if text in line
     ]
     return shlex.split(found)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_metrics_of_a_callback(desk: Path) -> None:
-    run(desk, "-m", "meshwright_launch", *command_with("smooth_loss"), '--tracking.sinks=["tensorboard"]')
+    run(
+        desk,
+        "-m",
+        "meshwright_launch",
+        *command_with("smooth_loss"),
+        '--tracking.sinks=["tensorboard"]',
+    )
     records = list(read_records(desk / "runs/extra/metrics.jsonl"))
     means = [records[0].loss]
     for record in records[1:]:
@@ -164,6 +192,7 @@ def test_metrics_of_a_callback(desk: Path) -> None:
     assert "smooth/fallen_share" in page([read_run(desk / "runs/extra")])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_state_of_callbacks_is_resumed(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
@@ -174,16 +203,22 @@ def test_state_of_callbacks_is_resumed(desk: Path, monkeypatch: pytest.MonkeyPat
     run(desk, "state.py")
     second = open_checkpoint(find(desk / "runs/ema")[0].path)
     kind = TensorKind("ema")
-    assert second.parameters(kind) == second.parameters(TensorKind.WEIGHTS) and second.manifest.step == 5
+    assert (
+        second.parameters(kind) == second.parameters(TensorKind.WEIGHTS)
+        and second.manifest.step == 5
+    )
     best = [each.manifest.state["callbacks"]["Best"]["best"] for each in (first, second)]
     assert best[1] < best[0] < 1e9
-    plain, average = (evaluate(desk / "runs/ema", batches=1, weights=name).loss for name in ("weights", "ema"))
+    plain, average = (
+        evaluate(desk / "runs/ema", batches=1, weights=name).loss for name in ("weights", "ema")
+    )
     assert plain < average < 6.5  # the average lags behind
     with pytest.raises(CheckpointError) as caught:
         evaluate(desk / "runs/ema", weights="emma")
     assert caught.value.code == "MW-INFERENCE-017"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_own_optimizer_schedule_and_groups(desk: Path) -> None:
     (desk / "own.py").write_text(OWN)
@@ -194,18 +229,24 @@ def test_own_optimizer_schedule_and_groups(desk: Path) -> None:
     assert rates == pytest.approx([1e-3 * step / 100 for step in (1, 2, 3)]), "RAdam's own rate"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sinks_of_a_configuration(desk: Path) -> None:
     for steps in (2, 3):  # the second start resumes
         run(desk, "-m", "meshwright_launch", *command_with("sinks"), f"--train.steps={steps}")
     records = list(read_records(desk / "runs/sinks/metrics.jsonl"))
-    assert (desk / "runs/sinks/loss.csv").read_text() == "".join(f"{each.step},{each.loss}\n" for each in records)
+    assert (desk / "runs/sinks/loss.csv").read_text() == "".join(
+        f"{each.step},{each.loss}\n" for each in records
+    )
     events = EventAccumulator(str(desk / "runs/sinks/tensorboard"))
     events.Reload()
     scalars = {each.step: each.value for each in events.Scalars("train/loss")}
-    assert scalars == pytest.approx({each.step: each.loss for each in records}, rel=1e-6) and set(scalars) == {1, 2, 3}
+    assert scalars == pytest.approx({each.step: each.loss for each in records}, rel=1e-6) and set(
+        scalars
+    ) == {1, 2, 3}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_profile_is_written(desk: Path) -> None:
     run(desk, "-m", "meshwright_launch", *command_with("profiling"))

@@ -1,4 +1,6 @@
-"""The pages for tasks say what is so: their commands are run, in order, and print what the pages show."""
+"""The pages for tasks say what is so: their commands are run, in order,
+and print what the pages show.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.support.marks import marked_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "tasks"
@@ -32,7 +36,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a block; one goes on where its quotes are not closed yet."""
+    """Return the commands of a block; one goes on where its quotes are not closed yet."""
     found: list[str] = []
     for line in text.splitlines():
         if found and _open(found[-1]):
@@ -51,7 +55,7 @@ def _open(command: str) -> bool:
 
 
 def same(text: str) -> str:
-    """What is compared of a line: numbers and spaces do not count."""
+    """Return what is compared of a line: numbers and spaces do not count."""
     return re.sub(r"\d[\d.,]*", "#", " ".join(text.split()))
 
 
@@ -73,7 +77,7 @@ def desk(tmp_path: Path) -> Path:
 
 
 def run(command: str, desk: Path) -> str:
-    """A command in bash, which ends as the page says; what it prints."""
+    """Return what a command in bash prints; it ends as the page says."""
     names = ("RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "WANDB")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     environment |= {
@@ -83,17 +87,24 @@ def run(command: str, desk: Path) -> str:
         "CUDA_VISIBLE_DEVICES": "",
     }
     words = ["bash", "-euo", "pipefail", "-c", command]
-    done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        words, cwd=desk, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     wanted = re.search(r"# exit code (\d+)", command)
     shown = done.stdout + done.stderr
     assert done.returncode == (int(wanted[1]) if wanted else 0), f"$ {command}\n{shown}"
     return shown
 
 
+@marked_rows(
+    "long", "choose-a-layout.md", "come-from-elsewhere.md", "go-to-the-cluster.md", "read-a-hang.md"
+)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(page.name, marks=pytest.mark.torture if page.name in LONG else pytest.mark.slow)
+        pytest.param(
+            page.name, marks=pytest.mark.torture if page.name in LONG else pytest.mark.slow
+        )
         for page in sorted(PAGES.glob("*.md"))
     ],
 )
@@ -120,7 +131,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), f"{page.name}: there is no {target}"
         if part:
             headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
-            names = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            names = {
+                re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+                for heading in headings
+            }
             assert part in names, f"{page.name}: {target} has no part {part}"
 
 

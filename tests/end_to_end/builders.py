@@ -17,7 +17,9 @@ import meshwright_models.llama
 
 
 class Trap(nn.Module):
-    """Lets everything through, until one rank is asked for the given time; ``once``: a file that says it has failed."""
+    """Lets everything through, until one rank is asked for the given time; ``once``:
+    a file that says it has failed.
+    """
 
     def __init__(self, rank: int, at_call: int, killed: bool, once: str) -> None:
         super().__init__()
@@ -54,7 +56,9 @@ class Pause(nn.Module):
 
 
 def in_front(plain: nn.Sequential, of: str, layer: Callable[[], nn.Module]) -> nn.Sequential:
-    """A layer in front of each whose name begins so; all that the model says of itself stays."""
+    """Return a layer in front of each whose name begins so; all that the model says of itself
+    stays.
+    """
     layers = nn.Sequential()
     for name, each in plain.named_children():
         if name.startswith(of):
@@ -65,23 +69,37 @@ def in_front(plain: nn.Sequential, of: str, layer: Callable[[], nn.Module]) -> n
     return layers
 
 
-def slow(pause_s: float, rank: int | None = None, of: str = "block", **options: Any) -> nn.Sequential:
-    """GPT-2 that pauses in front of each of these layers for every micro-batch: the same numbers as without."""
+def slow(
+    pause_s: float, rank: int | None = None, of: str = "block", **options: Any
+) -> nn.Sequential:
+    """GPT-2 that pauses in front of each of these layers for every micro-batch:
+    the same numbers as without.
+    """
     return in_front(meshwright_models.gpt2.build(**options), of, lambda: Pause(pause_s, rank))
 
 
-def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
+def trapped(
+    rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any
+) -> nn.Sequential:
     """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
-    return in_front(meshwright_models.gpt2.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
+    return in_front(
+        meshwright_models.gpt2.build(**options), "block", lambda: Trap(rank, at_call, killed, once)
+    )
 
 
-def trapped_llama(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
-    """The same of Llama, whose blocks may have experts."""
-    return in_front(meshwright_models.llama.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
+def trapped_llama(
+    rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any
+) -> nn.Sequential:
+    """Return the same of Llama, whose blocks may have experts."""
+    return in_front(
+        meshwright_models.llama.build(**options), "block", lambda: Trap(rank, at_call, killed, once)
+    )
 
 
 def partly_frozen(source: str, **options: Any) -> nn.Sequential:
-    """GPT-2 whose first block and (tied) embedding are not trained; they come out of a file as one number."""
+    """GPT-2 whose first block and (tied) embedding are not trained;
+    they come out of a file as one number.
+    """
     model = meshwright_models.gpt2.build(**options)
     initialise = model.initialise
     for name, parameter in model.named_parameters():
@@ -103,12 +121,12 @@ def counts_letters(vocab_size: int = 300) -> nn.Module:
 
 
 def two_outputs(vocab_size: int = 300) -> nn.Sequential:
-    """The last layer returns no logits of each token."""
+    """Return a model whose last layer returns no logits of each token."""
     return nn.Sequential(nn.Embedding(vocab_size, 8), nn.GRU(8, vocab_size))
 
 
 def of_another_width(vocab_size: int = 300) -> nn.Sequential:
-    """The second layer does not take what the first one gives."""
+    """Return two layers of which the second does not take what the first one gives."""
     return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(9, vocab_size))
 
 

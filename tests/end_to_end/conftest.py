@@ -12,7 +12,22 @@ from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.data.splits import SplitRule
 from tests.end_to_end.shell import Shell
 
-WORDS = ["the", "a", "mesh", "rank", "stage", "step", "loss", "of", "in", "then", "waits", "sends", "gives", "holds"]
+WORDS = [
+    "the",
+    "a",
+    "mesh",
+    "rank",
+    "stage",
+    "step",
+    "loss",
+    "of",
+    "in",
+    "then",
+    "waits",
+    "sends",
+    "gives",
+    "holds",
+]
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +38,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = folder / "texts"
     texts.mkdir()
     for number in range(300):
-        sentences = [" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) + ".\n" for _ in range(15)]
+        sentences = [
+            " ".join(draw.choices(WORDS, k=draw.randint(3, 12))) + ".\n" for _ in range(15)
+        ]
         (texts / f"{number}.txt").write_text("".join(sentences))
     prepare_files([texts], folder / "prepared", 300, 0.05, split=SplitRule.DOCUMENTS)
     return folder / "prepared"

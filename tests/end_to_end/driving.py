@@ -1,4 +1,6 @@
-"""Runs as users have them: a configuration, ranks that call ``meshwright_launch.work.work``, and their files."""
+"""Runs as users have them: a configuration, ranks that call ``meshwright_launch.work.work``,
+and their files.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, batch_numbers, resolve
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import open_sources
+from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parameters import ParameterInfo
@@ -69,7 +72,7 @@ LATER = partial(pytest.param, marks=pytest.mark.torture)
 
 
 def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfig:
-    """A small GPT-2 with dropout on a prepared corpus; ``sections`` go on top, key by key."""
+    """Return a small GPT-2 with dropout on a prepared corpus; ``sections`` go on top, key by key."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "directory": str(runs)},
         "model": {"builder": "meshwright_models.gpt2:build", "options": GPT2},
@@ -91,14 +94,17 @@ def run_config(corpus: Path, runs: Path, **sections: dict[str, Any]) -> RunConfi
 
 
 def with_own_samples(config: RunConfig) -> RunConfig:
-    """The same on a dataset of the user's, of random tokens: without the corpus, ranks need not import megatron-core,
-    which is half of what it takes to start them."""
+    """Return the configuration on a dataset of the user's, of random tokens: without the corpus, ranks need
+    not import megatron-core, which is half of what it takes to start them.
+    """
     tree = config.model_dump(exclude_unset=True)
-    return RunConfig.model_validate({**tree, "data": {"builder": "tests.framework.watch.hanging:samples"}})
+    return RunConfig.model_validate(
+        {**tree, "data": {"builder": "tests.framework.watch.hanging:samples"}}
+    )
 
 
 def changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """The same configuration with other values."""
+    """Return the same configuration with other values."""
     tree = config.model_dump()
     for section, keys in sections.items():
         tree[section].update(keys)
@@ -123,7 +129,7 @@ def layout(text: str) -> dict[str, Any]:
 
 
 def size(config: RunConfig) -> int:
-    """Ranks of a configuration that says dp."""
+    """Return the number of ranks of a configuration that sets dp."""
     assert isinstance(config.parallel.dp, int)
     return config.parallel.dp * config.parallel.ranks_per_batch
 
@@ -134,6 +140,15 @@ def train_rank(rank: int, world_size: int, config: RunConfig) -> str:
     with contextlib.redirect_stdout(said):
         work(config)
     return said.getvalue()
+
+
+def refused_rank(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
+    """Return the message and the exit code with which a rank leaves before it trains."""
+    try:
+        work(config)
+    except UserError as error:
+        return str(error), error.exit_code
+    return "not refused", 0
 
 
 def train(pool: RankPool, config: RunConfig) -> str:
@@ -163,19 +178,23 @@ class Recording(CorpusSource):
         return batch
 
 
-def load_rank(rank: int, world_size: int, config: RunConfig, saved: str, again: str, steps: int) -> LoadedRank:
-    """Load the newest checkpoint of ``saved``, save at once what lies in this layout's ranks, then take some steps."""
+def load_rank(
+    rank: int, world_size: int, config: RunConfig, saved: str, again: str, steps: int
+) -> LoadedRank:
+    """Load the newest checkpoint of ``saved``, save at once what lies in this layout's ranks,
+    then take some steps.
+    """
     config = resolve(config, world_size)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(*parallel.degrees), "cpu")
+    mesh = open_mesh(Grid.of(parallel.degrees), "cpu")
     feed = Recording(*open_sources(config)[0])
     feed.seen = {}
     parts = build(config, mesh, (feed, None))
     resume(parts, Path(saved), _keep_quiet)
     save(parts, again)
     losses = [take_step(parts).loss for _ in range(steps)]
-    assert parts.state.samples_seen == (parts.state.step) * batch_numbers(config).global_batch
+    assert parts.state.samples_seen == (parts.state.step) * batch_numbers(config.batch).global_batch
     close_mesh(mesh)
     return LoadedRank(losses, feed.seen)
 
@@ -192,7 +211,7 @@ def initial_weights(rank: int, world_size: int, config: RunConfig, directory: st
     config = resolve(config, world_size)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(*parallel.degrees), "cpu")
+    mesh = open_mesh(Grid.of(parallel.degrees), "cpu")
     save(build(config, mesh), directory)
     close_mesh(mesh)
 
@@ -203,7 +222,7 @@ def _keep_quiet(text: str) -> None:
 
 def lines(config: RunConfig) -> list[dict[str, Any]]:
     """``metrics.jsonl``."""
-    text = (run_directory(config) / "metrics.jsonl").read_text()
+    text = (run_directory(config.run) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -215,7 +234,9 @@ def exact_losses(config: RunConfig) -> dict[int, str]:
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a run's newest checkpoint, whole: weights, moments and, where there are some, master weights."""
+    """Return every tensor of a run's newest checkpoint, whole: weights, moments and, where there
+    are some, master weights.
+    """
     with open_checkpoint(find(directory)[0].path) as checkpoint:
         checkpoint.verify()
         found = {}
@@ -228,6 +249,6 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors that are not the same bits."""
+    """Return names of the tensors that are not the same bits."""
     assert found.keys() == expected.keys()
     return [name for name in found if not torch.equal(found[name], expected[name])]

@@ -1,4 +1,5 @@
-"""What a command does on the network: in a namespace of its own, seen by the kernel; or by Python's own sockets alone.
+"""What a command does on the network: in a namespace of its own, seen by the kernel;
+or by Python's own sockets alone.
 
 unshare -n         no network but the loopback, which also has the name servers' addresses, so that each question to
                    them is heard and refused at once
@@ -50,15 +51,22 @@ sys.addaudithook(on)
 OWN_NAMES = re.compile(r"(?:\d+\.){3}127\.in-addr\.arpa|1\.(?:0\.){31}ip6\.arpa")
 SIOCSIFADDR, SIOCSIFFLAGS = 0x8916, 0x8914
 UP_AND_RUNNING = 0x41
-CALL = re.compile(r"^(?P<pid>\d+) +(?P<call>connect|sendto|sendmsg|sendmmsg)\((?P<fd>\d+), (?P<rest>.*)$", re.MULTILINE)
+CALL = re.compile(
+    r"^(?P<pid>\d+) +(?P<call>connect|sendto|sendmsg|sendmmsg)\((?P<fd>\d+), (?P<rest>.*)$",
+    re.MULTILINE,
+)
 ADDRESS = re.compile(r'sin6?_port=htons\((\d+)\).*?(?:inet_addr\(|inet_pton\(AF_INET6, )"([^"]*)"')
 
 
 def loopback_alone() -> None:
-    """Give this process's network namespace a loopback that the name servers of /etc/resolv.conf are on, too."""
+    """Give this process's network namespace a loopback that the name servers
+    of /etc/resolv.conf are on, too.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         fcntl.ioctl(probe, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", UP_AND_RUNNING))
-        servers = re.findall(r"^nameserver\s+([\d.]+)", Path("/etc/resolv.conf").read_text(), re.MULTILINE)
+        servers = re.findall(
+            r"^nameserver\s+([\d.]+)", Path("/etc/resolv.conf").read_text(), re.MULTILINE
+        )
         for number, server in enumerate(servers):
             address = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(server))
             fcntl.ioctl(probe, SIOCSIFADDR, struct.pack("16s16s", f"lo:{number}".encode(), address))
@@ -67,8 +75,9 @@ def loopback_alone() -> None:
 def strangers(trace: str) -> list[str]:
     """Where something outside of this machine was asked for, out of ``strace -f -xx``'s lines.
 
-    torch asks the name server for the name of 127.0.0.1 when it logs a connection (c10d's socket.cpp), which no setting
-    of it turns off; such questions are none of ours, all others are told with the name that was asked for.
+    torch asks the name server for the name of 127.0.0.1 when it logs a connection (c10d's
+    socket.cpp), which no setting of it turns off; such questions are none of ours, all others are
+    told with the name that was asked for.
     """
     found: list[str] = []
     asking: set[tuple[str, str]] = set()
@@ -82,9 +91,13 @@ def strangers(trace: str) -> list[str]:
             asking.add((pid, descriptor))
         elif name != "connect" and (port == 53 or (pid, descriptor) in asking):
             found += [
-                f"pid {pid} asks for the name {asked}" for asked in _asked(rest) if not OWN_NAMES.fullmatch(asked)
+                f"pid {pid} asks for the name {asked}"
+                for asked in _asked(rest)
+                if not OWN_NAMES.fullmatch(asked)
             ]
-        elif host is not None and not ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback:
+        elif (
+            host is not None and not ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+        ):
             found.append(f"pid {pid}: {name} to {host}, port {port}")
     return found
 
@@ -99,7 +112,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _asked(rest: str) -> Iterator[str]:
-    """The names in DNS questions: a header of 12 bytes, then labels, each after its length."""
+    """Yield the names in DNS questions: a header of 12 bytes, then labels, each after its length."""
     for packet in re.findall(r'"((?:\\x[0-9a-f]{2}){17,})"', rest):
         data, labels = _bytes(packet)[12:], []
         while data and data[0]:
@@ -109,7 +122,7 @@ def _asked(rest: str) -> Iterator[str]:
 
 
 def in_namespace(trace: Path, words: Iterable[str]) -> list[str]:
-    """The command that runs ``words`` on a loopback alone, under strace."""
+    """Return the command that runs ``words`` on a loopback alone, under strace."""
     calls = ["-e", "trace=connect,sendto,sendmsg,sendmmsg"]
     strace = ["strace", "-f", "-qq", "-xx", "-s", "400", "--seccomp-bpf", *calls, "-o", str(trace)]
     return ["unshare", "--net", sys.executable, __file__, *strace, *words]

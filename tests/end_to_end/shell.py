@@ -17,7 +17,9 @@ from meshwright.config import RunConfig, to_toml
 ROOT = Path(__file__).parents[2]
 MARK = "MESHWRIGHT_TEST"
 LIMIT_S = 240
-"""Much longer than anything here takes on a busy machine, much shorter than a collective waits for a lost peer."""
+"""Much longer than anything here takes on a busy machine,
+much shorter than a collective waits for a lost peer.
+"""
 
 
 class Shell:
@@ -27,7 +29,11 @@ class Shell:
         self.directory = directory
         self.mark = uuid.uuid4().hex
         self.environment = {
-            **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+            },
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             MARK: self.mark,
@@ -35,7 +41,9 @@ class Shell:
 
     def start(self, words: Sequence[str], **how: Any) -> subprocess.Popen[str]:
         """Begin ``python ...``."""
-        return subprocess.Popen([sys.executable, *words], cwd=self.directory, env=self.environment, text=True, **how)
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=self.directory, env=self.environment, text=True, **how
+        )
 
     def run(self, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
         """``python ...`` to its end; its children may outlive it by no more than a moment."""
@@ -53,7 +61,9 @@ class Shell:
         found = []
         for directory in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{MARK}={self.mark}".encode() not in (directory / "environ").read_bytes().split(b"\0"):
+                if f"{MARK}={self.mark}".encode() not in (directory / "environ").read_bytes().split(
+                    b"\0"
+                ):
                     continue
                 if (directory / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
                     found.append(int(directory.name))
@@ -73,7 +83,7 @@ class Shell:
 
 
 def written(config: RunConfig, directory: Path) -> str:
-    """The configuration as a file."""
+    """Return the configuration as a file."""
     file = directory / f"{config.run.name}.toml"
     file.write_text(to_toml(config))
     return str(file)

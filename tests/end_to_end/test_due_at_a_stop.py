@@ -1,4 +1,6 @@
-"""What is due in the step of a stop is not lost: records and callbacks of the resumed run are the undisturbed one's."""
+"""What is due in the step of a stop is not lost:
+records and callbacks of the resumed run are the undisturbed one's.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,31 @@ from meshwright.run.directory import run_directory
 from meshwright.run.resume import saved_reason
 from meshwright_launch.pool import RankPool
 from meshwright_launch.work import work
-from tests.end_to_end.driving import LATER, changed, differing, layout, lines, run_config, size, tensors
+from tests.end_to_end.driving import (
+    LATER,
+    changed,
+    differing,
+    layout,
+    lines,
+    run_config,
+    size,
+    tensors,
+)
 from tests.support.errors import has_code
 
 STEPS, PATIENCE = 9, 3
-OF_THE_MACHINE = ("_s", "_s_", "tokens_per", "tflops", "mfu", "memory", "bubble", "restarts", "straggler", "time")
+OF_THE_MACHINE = (
+    "_s",
+    "_s_",
+    "tokens_per",
+    "tflops",
+    "mfu",
+    "memory",
+    "bubble",
+    "restarts",
+    "straggler",
+    "time",
+)
 """Parts of the names of metrics that differ between two equal runs."""
 
 
@@ -52,7 +74,7 @@ class Alarm(Observer):
     """Sends a signal to its own process, the last rank, in the step that a file names."""
 
     def __init__(self, parts: Parts) -> None:
-        self.file = run_directory(parts.config) / "alarm"
+        self.file = run_directory(parts.config.run) / "alarm"
 
     def before_step(self, parts: Parts) -> None:
         if parts.mesh.rank != parts.mesh.grid.size - 1 or not self.file.exists():
@@ -84,7 +106,9 @@ def alarm(parts: Parts) -> Observer:
 
 def one_start(rank: int, world_size: int, config: RunConfig) -> str:
     """One start of a run in a rank: its end."""
-    handlers = {each: signal.getsignal(each) for each in signal.valid_signals() if each not in (9, 19)}
+    handlers = {
+        each: signal.getsignal(each) for each in signal.valid_signals() if each not in (9, 19)
+    }
     try:
         work(config)
     except (Preempted, CallbackError) as stopped:
@@ -97,23 +121,29 @@ def one_start(rank: int, world_size: int, config: RunConfig) -> str:
 
 
 def of_run(corpus: Path, runs: Path, text: str, **train: Any) -> RunConfig:
-    callbacks = tuple(f"tests.end_to_end.test_due_at_a_stop:{name}" for name in ("patience", "alarm"))
+    callbacks = tuple(
+        f"tests.end_to_end.test_due_at_a_stop:{name}" for name in ("patience", "alarm")
+    )
     keys = {"steps": STEPS, "validate_every": 2, "callbacks": callbacks, **train}
     return run_config(corpus, runs, parallel=layout(text), train=keys)
 
 
 def records(config: RunConfig) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without what a clock or a memory has measured."""
+    """Return the lines of metrics.jsonl, without what a clock or a memory has measured."""
     found = lines(config)
     return [
-        {name: value for name, value in line.items() if not any(part in name for part in OF_THE_MACHINE)}
+        {
+            name: value
+            for name, value in line.items()
+            if not any(part in name for part in OF_THE_MACHINE)
+        }
         for line in found
     ]
 
 
 def saved_state(config: RunConfig) -> tuple[int, dict[str, Any]]:
-    """The step and the state of the newest checkpoint."""
-    with open_checkpoint(find(run_directory(config))[0].path) as checkpoint:
+    """Return the step and the state of the newest checkpoint."""
+    with open_checkpoint(find(run_directory(config.run))[0].path) as checkpoint:
         return checkpoint.manifest.step, checkpoint.manifest.state
 
 
@@ -125,7 +155,8 @@ def saved_state(config: RunConfig) -> tuple[int, dict[str, Any]]:
         LATER("", 3),  # nothing is due
         LATER("pp2", 2),
         LATER("dp2,tp2", 6),
-        LATER("dp2,zero3", 7),  # the step in which the callback ends the run: it is complete, whatever the signal
+        # the step in which the callback ends the run: it is complete, whatever the signal
+        LATER("dp2,zero3", 7),
         LATER("tp2", 8),
     ],
 )
@@ -137,18 +168,22 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one(
     assert saved_state(undisturbed)[0] == 7, "the callback has ended it"
 
     stopped = of_run(corpus, tmp_path / "stopped", text)
-    run_directory(stopped).mkdir(parents=True)
-    (run_directory(stopped) / "alarm").write_text(str(when))
+    run_directory(stopped.run).mkdir(parents=True)
+    (run_directory(stopped.run) / "alarm").write_text(str(when))
     said = pool.run(one_start, size(stopped), stopped)
     if when < 7:
         assert all(f"after step {when} of {STEPS}; it is saved" in text for text in said)
         assert saved_state(stopped)[0] == when == lines(stopped)[-1]["step"]
         assert ("validation/loss" in lines(stopped)[-1]) == (when % 2 == 0)
         said = pool.run(one_start, size(stopped), stopped)
-    assert set(said) == {"ended"}, "no signal is waited for, and the scheduler is not asked for another start"
+    assert set(said) == {"ended"}, (
+        "no signal is waited for, and the scheduler is not asked for another start"
+    )
     assert records(stopped) == records(undisturbed)
     assert saved_state(stopped) == saved_state(undisturbed)
-    assert not differing(tensors(run_directory(stopped)), tensors(run_directory(undisturbed)))
+    assert not differing(
+        tensors(run_directory(stopped.run)), tensors(run_directory(undisturbed.run))
+    )
 
 
 @pytest.mark.parametrize("text", ["dp2", LATER("pp2")])
@@ -159,14 +194,18 @@ def test_an_error_of_a_callback_is_not_lost_beside_a_signal(
     name = "tests.end_to_end.test_due_at_a_stop:failing"
     config = of_run(corpus, tmp_path, text)
     config = changed(config, train={"callbacks": (*config.train.callbacks, name)})
-    run_directory(config).mkdir(parents=True)
-    (run_directory(config) / "alarm").write_text("4")
+    run_directory(config.run).mkdir(parents=True)
+    (run_directory(config.run) / "alarm").write_text("4")
     for said in pool.run(one_start, size(config), config):
-        assert "callback Failing.after_step failed after step 4" in said and "the fourth step" in said
-    assert saved_state(config)[0] == 4 and not (run_directory(config) / "alarm").exists()
+        assert (
+            "callback Failing.after_step failed after step 4" in said and "the fourth step" in said
+        )
+    assert saved_state(config)[0] == 4 and not (run_directory(config.run) / "alarm").exists()
 
 
-def test_a_run_that_a_callback_has_ended_trains_on(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+def test_a_run_that_a_callback_has_ended_trains_on(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     """The request was fulfilled, and is in no checkpoint; one at the last step asks for nothing."""
     config = of_run(corpus, tmp_path, "")
     pool.run(one_start, 1, config)
@@ -182,13 +221,15 @@ def test_a_run_that_a_callback_has_ended_trains_on(corpus: Path, tmp_path: Path,
 
 def test_a_request_in_a_checkpoint_is_a_text(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     config = of_run(corpus, tmp_path, "")
-    run_directory(config).mkdir(parents=True)
-    (run_directory(config) / "alarm").write_text("6")
+    run_directory(config.run).mkdir(parents=True)
+    (run_directory(config.run) / "alarm").write_text("6")
     pool.run(one_start, 1, config)
     assert saved_state(config)[1]["stop_reason"] == "three validations"
-    with open_checkpoint(find(run_directory(config))[0].path) as checkpoint:
+    with open_checkpoint(find(run_directory(config.run))[0].path) as checkpoint:
         manifest = checkpoint.manifest
     for wrong in (7, ["a"], {"a": 1}, True):
         forged = manifest.model_copy(update={"state": {**manifest.state, "stop_reason": wrong}})
-        with pytest.raises(CheckpointError, match=r"state\.stop_reason = ", check=has_code("MW-RUN-039")):
+        with pytest.raises(
+            CheckpointError, match=r"state\.stop_reason = ", check=has_code("MW-RUN-039")
+        ):
             saved_reason(forged)

@@ -1,4 +1,6 @@
-"""A disk that is too small for the checkpoints: told before any rank starts. On a small file system, really mounted."""
+"""A disk that is too small for the checkpoints: told before any rank starts.
+On a small file system, really mounted.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from meshwright_launch.pool import RankPool
 from meshwright_launch.work import check, work
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 from tests.support.errors import has_code
+from tests.support.marks import long_row
 
 STATES = ("first", "second", "third")
 
@@ -40,7 +43,9 @@ class Adding(Observer):
 
 
 def needed(config: RunConfig, num_added: int = 0) -> int:
-    return checkpoint_bytes(saved_tensors(draw_blueprint(resolve(config, size(config)))), 2 + num_added)
+    return checkpoint_bytes(
+        saved_tensors(draw_blueprint(resolve(config, size(config)))), 2 + num_added
+    )
 
 
 def train_or_refuse(rank: int, world_size: int, config: RunConfig) -> str:
@@ -60,7 +65,7 @@ def taken(run: Path) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "text", "frozen"),
-    [("bfloat16", "pp2,tp2", False), ("float32", "", True), ("float64", "tp2", False)],
+    [long_row("bfloat16", "pp2,tp2", False), ("float32", "", True), ("float64", "tp2", False)],
 )
 def test_it_is_what_a_checkpoint_takes(
     dtype: str, text: str, frozen: bool, corpus: Path, tmp_path: Path, pool: RankPool
@@ -71,7 +76,9 @@ def test_it_is_what_a_checkpoint_takes(
         (tmp_path / "source.txt").write_text("1.5")
         options["source"] = str(tmp_path / "source.txt")
         model["builder"] = "tests.end_to_end.builders:partly_frozen"
-    config = run_config(corpus, tmp_path, parallel=layout(text), train={"dtype": dtype}, model=model)
+    config = run_config(
+        corpus, tmp_path, parallel=layout(text), train={"dtype": dtype}, model=model
+    )
     pool.run(initial_weights, size(config), config, str(tmp_path / "run"))
     assert abs(needed(config) - taken(tmp_path / "run")) < 0.02 * taken(tmp_path / "run")
 
@@ -81,7 +88,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+    )
     if done.returncode:
         pytest.skip("mounting is not allowed here")
     try:
@@ -98,7 +107,9 @@ def fill(disk: Path, free: int) -> None:
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - free))
 
 
-def test_less_than_one_is_refused(disk: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_less_than_one_is_refused(
+    disk: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = run_config(corpus, disk, parallel=layout(""))
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
@@ -106,12 +117,16 @@ def test_less_than_one_is_refused(disk: Path, corpus: Path, tmp_path: Path, capf
     assert main(["train", str(file)]) == 2
     said = capfd.readouterr()
     assert said.out == "", "no rank was started"
-    assert said.err.startswith(f"meshwright: error: {run_directory(config)} has ") and said.err.count("\n") == 1
+    assert (
+        said.err.startswith(f"meshwright: error: {run_directory(config.run)} has ")
+        and said.err.count("\n") == 1
+    )
     assert f"one checkpoint of this run takes {needed(config):,}: free " in said.err
     assert "or choose a run.directory on another disk" in said.err
-    assert not list(run_directory(config).iterdir())
+    assert not list(run_directory(config.run).iterdir())
 
 
+@pytest.mark.long
 def test_fewer_than_are_kept_is_warned_of(
     disk: Path, corpus: Path, pool: RankPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,14 +135,17 @@ def test_fewer_than_are_kept_is_warned_of(
     fill(disk, 2 * one)
     check(config, 1)
     said = capfd.readouterr().err
-    assert said.startswith(f"warning: {run_directory(config)} has ") and "checkpoint.keep_last = 2 takes" in said
+    assert (
+        said.startswith(f"warning: {run_directory(config.run)} has ")
+        and "checkpoint.keep_last = 2 takes" in said
+    )
     assert f"takes {3 * one:,} more" in said and said.count("\n") == 1
     fill(disk, 3 * one + 50_000)
     check(config, 1)
     assert capfd.readouterr().err == ""
 
     # what is there already need not fit once more
-    pool.run(initial_weights, 1, config, str(run_directory(config)))
+    pool.run(initial_weights, 1, config, str(run_directory(config.run)))
     fill(disk, 2 * one + 50_000)
     check(config, 1)
     assert capfd.readouterr().err == ""
@@ -136,7 +154,7 @@ def test_fewer_than_are_kept_is_warned_of(
     assert "warning: " in capfd.readouterr().err
 
     # nor does what a dead save has left, which the next one removes
-    dead = run_directory(config) / "checkpoints" / ".tmp-step-00000001-a1"
+    dead = run_directory(config.run) / "checkpoints" / ".tmp-step-00000001-a1"
     dead.mkdir()
     (dead / "pp0-tp0-00000.safetensors").write_bytes(bytes(one))
     fill(disk, 20_000)
@@ -144,11 +162,13 @@ def test_fewer_than_are_kept_is_warned_of(
     assert "warning: " in capfd.readouterr().err
     (dead / "pp0-tp0-00000.safetensors").unlink()
     fill(disk, 20_000)
-    with pytest.raises(ConfigError, match="bytes free, and one checkpoint", check=has_code("MW-CHECKPOINT-029")):
+    with pytest.raises(
+        ConfigError, match="bytes free, and one checkpoint", check=has_code("MW-CHECKPOINT-029")
+    ):
         check(config, 1)
 
     # a run that has taken its steps saves no more
-    path = find(run_directory(config))[0].path
+    path = find(run_directory(config.run))[0].path
     path.rename(path.with_name("step-00000006"))
     check(config, 1)
 
@@ -165,7 +185,7 @@ def test_states_of_callbacks_count_and_all_ranks_refuse(
         checkpoint={"keep_last": 1},
     )
     plain, one = needed(config), needed(config, len(STATES))
-    run = run_directory(config)
+    run = run_directory(config.run)
     fill(disk, (plain + one) // 2)
     check(config, 2)  # the ranks start, and know more
     assert "warning: " in capfd.readouterr().err  # of keep_last, for other reasons
@@ -177,7 +197,10 @@ def test_states_of_callbacks_count_and_all_ranks_refuse(
 
     fill(disk, one + 100_000)
     told = pool.run(train_or_refuse, 2, config)
-    assert f"checkpoint.keep_last = 1 takes {2 * one:,} more" in told[0] and told[0].count("warning: ") == 1
+    assert (
+        f"checkpoint.keep_last = 1 takes {2 * one:,} more" in told[0]
+        and told[0].count("warning: ") == 1
+    )
     assert told[1] == ""
     assert abs(one - taken(run)) < 0.05 * taken(run)  # tensors are small, and each has a header
 

@@ -1,4 +1,6 @@
-"""`meshwright train` as a process of its own: the ranks it starts, torchrun's, and none of them left behind."""
+"""`meshwright train` as a process of its own: the ranks it starts, torchrun's,
+and none of them left behind.
+"""
 
 from __future__ import annotations
 
@@ -29,36 +31,56 @@ from tests.end_to_end.driving import (
     with_own_samples,
 )
 from tests.end_to_end.shell import LIMIT_S, Shell, written
+from tests.support.marks import long_row
 
 pytestmark = pytest.mark.slow
 
 
-def trapped(corpus: Path, runs: Path, rank: int, *, killed: bool = False, **sections: dict[str, Any]) -> RunConfig:
-    """A run in which one rank fails in its second step."""
+def trapped(
+    corpus: Path, runs: Path, rank: int, *, killed: bool = False, **sections: dict[str, Any]
+) -> RunConfig:
+    """Return a run in which one rank fails in its second step."""
     options = {**GPT2, "rank": rank, "at_call": 6, "killed": killed}
     model = {"builder": "tests.end_to_end.builders:trapped", "options": options}
-    return run_config(corpus, runs, model=model, train={"steps": 1000}, checkpoint={"every": 1}, **sections)
+    return run_config(
+        corpus, runs, model=model, train={"steps": 1000}, checkpoint={"every": 1}, **sections
+    )
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch")
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "meshwright_launch",
+)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.torture)])
-def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
-    """2 x 2 x tp killed in the middle, gone on with by the same command, and then the same numbers."""
+@pytest.mark.parametrize("tp", [long_row(1), pytest.param(2, marks=pytest.mark.torture)])
+def test_a_run_from_beginning_to_end(
+    tp: int, corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
+) -> None:
+    """2 x 2 x tp killed in the middle, gone on with by the same command,
+    and then the same numbers.
+    """
     ranks = 4 * tp
     keys: dict[str, Any] = {"parallel": layout(f"dp2,pp2,tp{tp}"), "train": {"steps": 12}}
     same = run_config(corpus, tmp_path / "same", **keys)
-    config = run_config(corpus, tmp_path / "runs", **keys, checkpoint={"every": 1}, tracking={"console": True})
+    config = run_config(
+        corpus, tmp_path / "runs", **keys, checkpoint={"every": 1}, tracking={"console": True}
+    )
     file = written(config, tmp_path)
-    with shell.start(["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL) as process:
+    with shell.start(
+        ["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL
+    ) as process:
         deadline_s = time.monotonic() + LIMIT_S
-        while len(find(run_directory(config))) < 2:
+        while len(find(run_directory(config.run))) < 2:
             assert time.monotonic() < deadline_s and process.poll() is None
             time.sleep(0.01)
         process.kill()
     shell.wait_until_none_is_left()
-    reached = find(run_directory(config))[0].step
+    reached = find(run_directory(config.run))[0].step
     assert 2 <= reached < 12
 
     done = shell.run("-m", "meshwright_launch", "train", file)
@@ -74,16 +96,16 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
         f"step {reached + 1:>2}/12  loss ",
         "step 12/12  loss ",
         "validation at step 12: loss ",
-        f"saved {run_directory(config)}/checkpoints/step-00000012\n",
+        f"saved {run_directory(config.run)}/checkpoints/step-00000012\n",
         "unigram baseline  ",
     ):
         assert line in said, line
     assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 80
     train(pool, same)
     assert exact_losses(config) == exact_losses(same)
-    assert not differing(tensors(run_directory(config)), tensors(run_directory(same)))
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(same.run)))
 
-    run = run_directory(config)
+    run = run_directory(config.run)
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [start["step"] for start in starts] == [0, reached]
     assert {start["layout"] for start in starts} == {f"pp2 dp2 tp{tp}"}
@@ -94,9 +116,14 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
     assert any(record.save_s is not None for record in again)
 
 
-def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
+@pytest.mark.long
+def test_the_same_under_torchrun(
+    corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
+) -> None:
     same = with_own_samples(run_config(corpus, tmp_path / "same", parallel=layout("pp2")))
-    config = run_config(corpus, tmp_path / "runs", parallel=layout("pp2"), launch={"max_restarts": 1})
+    config = run_config(
+        corpus, tmp_path / "runs", parallel=layout("pp2"), launch={"max_restarts": 1}
+    )
     config = with_own_samples(config)
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
     assert done.returncode == 0, done.stderr
@@ -107,16 +134,27 @@ def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, s
 
 
 def ignore_as_the_job_script() -> None:
-    """What `trap "" USR1 USR2; exec torchrun` does to the processes that follow (templates/job.sbatch.j2)."""
+    """What `trap "" USR1 USR2; exec torchrun` does to the processes
+    that follow (templates/job.sbatch.j2).
+    """
     for each in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)
 
 
-def test_a_signal_that_torchrun_ignores_is_for_its_ranks(corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    """USR2 to all processes, as Slurm sends it before a time limit: the ranks save, and torchrun ends with its 1."""
-    keys: dict[str, Any] = {"parallel": layout("dp2"), "train": {"steps": 100000}, "checkpoint": {"every": 0}}
+@pytest.mark.long
+def test_a_signal_that_torchrun_ignores_is_for_its_ranks(
+    corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
+    """USR2 to all processes, as Slurm sends it before a time limit: the ranks save,
+    and torchrun ends with its 1.
+    """
+    keys: dict[str, Any] = {
+        "parallel": layout("dp2"),
+        "train": {"steps": 100000},
+        "checkpoint": {"every": 0},
+    }
     config = run_config(corpus, tmp_path, **keys)
-    metrics = run_directory(config) / "metrics.jsonl"
+    metrics = run_directory(config.run) / "metrics.jsonl"
     with shell.start(
         [*TORCHRUN, "train", written(config, tmp_path)],
         stdout=subprocess.DEVNULL,
@@ -134,8 +172,11 @@ def test_a_signal_that_torchrun_ignores_is_for_its_ranks(corpus: Path, tmp_path:
         finally:
             shell.end_all()
     step = lines(config)[-1]["step"]
-    assert process.returncode == 1 and f"stopped by SIGUSR2 after step {step} of 100000; it is saved" in said, said
-    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [step]
+    assert (
+        process.returncode == 1
+        and f"stopped by SIGUSR2 after step {step} of 100000; it is saved" in said
+    ), said
+    assert [checkpoint.step for checkpoint in find(run_directory(config.run))] == [step]
 
 
 @pytest.mark.torture
@@ -152,13 +193,18 @@ def test_a_rank_that_fails_ends_the_run(
         assert first.startswith(f"meshwright: error: rank {rank} was ended by SIGKILL")
         assert "Traceback" not in done.stderr
     else:
-        assert first == f"meshwright: error: rank {rank}: ArithmeticError: the layer of a user has failed"
+        assert (
+            first
+            == f"meshwright: error: rank {rank}: ArithmeticError: the layer of a user has failed"
+        )
         assert any("builders.py" in line for line in rest) and done.stderr.count("Traceback") == 1
-    assert [found.step for found in find(run_directory(config))] == [1]
+    assert [found.step for found in find(run_directory(config.run))] == [1]
 
 
 @pytest.mark.torture
-def test_a_rank_that_fails_ends_the_run_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_rank_that_fails_ends_the_run_under_torchrun(
+    corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
     config = trapped(corpus, tmp_path, 1, parallel=layout("dp2"))
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
     assert done.returncode == 1
@@ -172,7 +218,10 @@ def test_bad_input_under_torchrun_is_said_once(corpus: Path, tmp_path: Path, she
     config = run_config(corpus, tmp_path, parallel=layout("dp2,pp2"))
     done = shell.run(*TORCHRUN, "train", written(config, tmp_path))
     assert done.returncode != 0 and done.stdout == ""
-    assert done.stderr.count("meshwright: error: dp 2 x pp 2 x tp 1 = 4 ranks, but 2 were started") == 1
+    assert (
+        done.stderr.count("meshwright: error: dp 2 x pp 2 x tp 1 = 4 ranks, but 2 were started")
+        == 1
+    )
 
 
 @pytest.mark.torture
@@ -192,7 +241,10 @@ def test_a_resume_that_is_refused(corpus: Path, tmp_path: Path, shell: Shell) ->
     assert shell.run("-m", "meshwright_launch", "train", file).returncode == 0
     done = shell.run("-m", "meshwright_launch", "train", file, "--run.seed=9")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("meshwright: error: ") and done.stderr.count("meshwright: error: ") == 1
+    assert (
+        done.stderr.startswith("meshwright: error: ")
+        and done.stderr.count("meshwright: error: ") == 1
+    )
     assert done.stderr.count("run.seed was 1234 and is 9") == 1
 
 
@@ -210,9 +262,15 @@ def _close_all() -> None:
         pytest.param("", "full", marks=pytest.mark.torture),
     ],
 )
-def test_nobody_needs_to_listen(text: str, nobody: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    """stdout is closed from the start, its reader has gone, or the disk behind it is full: the run is made."""
-    config = run_config(corpus, tmp_path, parallel=layout(text), train={"steps": 3}, tracking={"console": True})
+def test_nobody_needs_to_listen(
+    text: str, nobody: str, corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
+    """stdout is closed from the start, its reader has gone, or the disk behind it is full:
+    the run is made.
+    """
+    config = run_config(
+        corpus, tmp_path, parallel=layout(text), train={"steps": 3}, tracking={"console": True}
+    )
     reader, left = os.pipe()
     os.close(reader)
     with os.fdopen(left, "wb") as gone, Path("/dev/full").open("wb") as full:
@@ -222,8 +280,10 @@ def test_nobody_needs_to_listen(text: str, nobody: str, corpus: Path, tmp_path: 
             "has left": {"stdout": gone},
             "full": {"stdout": full},
         }
-        done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path), **how[nobody])
+        done = shell.run(
+            "-m", "meshwright_launch", "train", written(config, tmp_path), **how[nobody]
+        )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert [line["step"] for line in lines(config)] == [1, 2, 3]
-    assert [found.step for found in find(run_directory(config))] == [3]
+    assert [found.step for found in find(run_directory(config.run))] == [3]

@@ -1,4 +1,6 @@
-"""A run with multi-token prediction as users have it: trained, resumed with another weight, evaluated, sampled."""
+"""A run with multi-token prediction as users have it: trained, resumed with another weight,
+evaluated, sampled.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,18 @@ from tests.end_to_end.driving import LLAMA, changed, layout, lines, run_config, 
 from tests.end_to_end.test_use import evaluated
 from tests.support.plain import load_plain
 
-HEADS = {"model/head_loss/0", "model/head_loss/1", "model/validation/head_loss/0", "model/validation/head_loss/1"}
+HEADS = {
+    "model/head_loss/0",
+    "model/head_loss/1",
+    "model/validation/head_loss/0",
+    "model/validation/head_loss/1",
+}
 
 
-def test_a_run_from_its_first_step_to_transformers(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.long
+def test_a_run_from_its_first_step_to_transformers(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     options = LLAMA | {"mtp_layers": 1, "mtp_loss_weight": 0.3, "num_layers": 2}
     config = run_config(
         corpus,
@@ -41,17 +51,23 @@ def test_a_run_from_its_first_step_to_transformers(corpus: Path, tmp_path: Path,
     assert last["validation/loss"] == pytest.approx(last["model/validation/head_loss/0"], rel=1e-12)
     assert last["train/loss"] > last["model/head_loss/0"]
 
-    lower = changed(config, model={"options": options | {"mtp_loss_weight": 0.1}}, train={"steps": 8})
+    lower = changed(
+        config, model={"options": options | {"mtp_loss_weight": 0.1}}, train={"steps": 8}
+    )
     said = train(pool, changed(lower, parallel=layout("dp2") | {"sequence": False}))
     assert "changed: model.options.mtp_loss_weight: 0.3 -> 0.1" in said
     assert lines(config)[-1]["step"] == 8
 
-    place = run_directory(config)
+    place = run_directory(config.run)
     resolved, plain = load_plain(place)
     assert resolved.data.tokenizer is not None and resolved.data.validation is not None
     found = evaluated(pool, config, tmp_path / "found.json", "pp2")
     logged = lines(config)[-1]["validation/loss"]
-    assert found["while_training"] == {"loss": pytest.approx(logged, rel=1e-6), "batches": 2, "logged": logged}
+    assert found["while_training"] == {
+        "loss": pytest.approx(logged, rel=1e-6),
+        "batches": 2,
+        "logged": logged,
+    }
     assert found["perplexity"] == pytest.approx(math.exp(float(str(found["loss"]))), rel=1e-6)
 
     tokenizer = Tokenizer.from_file(resolved.data.tokenizer)
@@ -63,7 +79,10 @@ def test_a_run_from_its_first_step_to_transformers(corpus: Path, tmp_path: Path,
     assert sample(place, "the mesh waits. ", 5, temperature=0) == tokenizer.decode(ids)
 
     out = export_checkpoint(place, tmp_path / "out")
-    assert any("LlamaForCausalLM has no multi-token prediction: 1 modules are left out" in note for note in out.notes)
+    assert any(
+        "LlamaForCausalLM has no multi-token prediction: 1 modules are left out" in note
+        for note in out.notes
+    )
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(out.path, local_files_only=True)
     stream = TokenStream(inspect(Path(resolved.data.validation)))
@@ -72,4 +91,6 @@ def test_a_run_from_its_first_step_to_transformers(corpus: Path, tmp_path: Path,
         theirs, ours = model(window[None, :-1]).logits[0], plain(window[None, :-1])
     assert isinstance(ours, tuple) and len(ours) == 2
     torch.testing.assert_close(theirs, ours[0][0], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(F.log_softmax(ours[0][0], -1), F.log_softmax(ours[1][0], -1), atol=1e-2)
+    assert not torch.allclose(
+        F.log_softmax(ours[0][0], -1), F.log_softmax(ours[1][0], -1), atol=1e-2
+    )

@@ -48,11 +48,14 @@ trace_step = 2
 """
 FIRST = {
     "data files": "data files texts --out corpus --vocab-size 300",
-    "data prepare": "data prepare texts --tokenizer corpus/tokenizer.json --workers 1 --out prepared",
+    "data prepare": (
+        "data prepare texts --tokenizer corpus/tokenizer.json --workers 1 --out prepared"
+    ),
     "data show": "data show prepared",
     "data verify": "data verify prepared",
     "mesh": "mesh small.toml",
     "stages": "stages small.toml",
+    "layouts": "layouts small.toml --ranks 2",
     "dryrun": "dryrun small.toml",
     "config import": "config import theirs.yaml --out imported.toml",
     "config show": "config show small.toml",
@@ -97,10 +100,14 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder with texts and configurations, and the driver that calls commands one after the other."""
+    """A folder with texts and configurations,
+    and the driver that calls commands one after the other.
+    """
     (tmp_path / "texts").mkdir()
     for number in range(30):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"rank {number} waits for the others in its stage\n" * 40)
+        (tmp_path / "texts" / f"{number}.txt").write_text(
+            f"rank {number} waits for the others in its stage\n" * 40
+        )
     (tmp_path / "small.toml").write_text(SMALL)
     (tmp_path / "theirs.yaml").write_text(samples.NANOTRON)
     (tmp_path / "driver.py").write_text(DRIVER)
@@ -120,7 +127,7 @@ def driver(commands: dict[str, str]) -> list[str]:
 
 
 def leaves(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """All commands that do something, such as ``checkpoint list``."""
+    """Yield all commands that do something, such as ``checkpoint list``."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
         yield parser.prog.partition(" ")[2]
@@ -134,6 +141,7 @@ def test_no_command_is_forgotten() -> None:
     assert set(leaves(build_parser())) == {*FIRST, *LATER, *ELSEWHERE}
 
 
+@pytest.mark.long
 def test_python_opens_no_connection(place: Path) -> None:
     """Python's own sockets, in each process that has Python, while the quick commands run."""
     done, seen = guarded(place, driver(FIRST))
@@ -154,23 +162,30 @@ def test_the_guard_sees_what_tries(place: Path) -> None:
 def test_a_remote_that_is_named_is_gone_to(place: Path) -> None:
     """wandb = "auto" with a key and a server: so the silence of the others is not the guard's."""
     program = (
-        "import os; from meshwright.tracking.wandb import WandbMode, choose_mode as c; c(WandbMode.AUTO, os.environ)"
+        "import os; from meshwright.tracking.wandb import WandbMode, choose_mode as c;"
+        " c(WandbMode.AUTO, os.environ)"
     )
     remote = {"WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://203.0.113.7:8080"}
     _, seen = guarded(place, [sys.executable, "-c", program], **remote)
     assert "203.0.113.7" in seen
-    _, seen = guarded(place, [sys.executable, "-c", program], WANDB_BASE_URL=remote["WANDB_BASE_URL"])
+    _, seen = guarded(
+        place, [sys.executable, "-c", program], WANDB_BASE_URL=remote["WANDB_BASE_URL"]
+    )
     assert seen == ""
 
 
-def guarded(place: Path, words: list[str], **more: str) -> tuple[subprocess.CompletedProcess[str], str]:
+def guarded(
+    place: Path, words: list[str], **more: str
+) -> tuple[subprocess.CompletedProcess[str], str]:
     """Run a command with Python's sockets watched; returns also what was tried."""
     guard, seen = place / "guard", place / "seen"
     guard.mkdir(exist_ok=True)
     (guard / "sitecustomize.py").write_text(GUARD)
     seen.write_text("")
     watched = environment(NETWORK_SEEN=str(seen), PYTHONPATH=f"{guard}:{ROOT}", **more)
-    done = subprocess.run(words, cwd=place, env=watched, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=place, env=watched, capture_output=True, text=True, check=False
+    )
     return done, seen.read_text()
 
 
@@ -180,33 +195,49 @@ def needs_a_namespace() -> None:
     missing = [name for name in ("unshare", "strace") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"no {' and no '.join(missing)} here: what C++ does on sockets cannot be seen")
-    tried = subprocess.run(["unshare", "--net", "strace", "-f", "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--net", "strace", "-f", "true"], capture_output=True, text=True, check=False
+    )
     if tried.returncode:
         pytest.skip(f"not permitted here: {tried.stderr.strip().splitlines()[-1]}")
 
 
-def watched(place: Path, words: list[str], **more: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def watched(
+    place: Path, words: list[str], **more: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run a command on a loopback alone; returns also whom it tried to reach."""
     trace = place / "trace"
     done = subprocess.run(
-        in_namespace(trace, words), cwd=place, env=environment(**more), capture_output=True, text=True, check=False
+        in_namespace(trace, words),
+        cwd=place,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done, strangers(trace.read_text())
 
 
 def test_the_kernel_sees_what_tries(place: Path, needs_a_namespace: None) -> None:
     for attempt, whom in (
-        ("import socket; socket.create_connection(('203.0.113.7', 80), timeout=1)", "connect to 203.0.113.7, port 80"),
+        (
+            "import socket; socket.create_connection(('203.0.113.7', 80), timeout=1)",
+            "connect to 203.0.113.7, port 80",
+        ),
         (
             "import urllib.request as u; u.urlopen('http://example.invalid', timeout=1)",
             "asks for the name example.invalid",
         ),
-        ("import socket; socket.socket(type=2).sendto(b'x', ('203.0.113.7', 9))", "sendto to 203.0.113.7, port 9"),
+        (
+            "import socket; socket.socket(type=2).sendto(b'x', ('203.0.113.7', 9))",
+            "sendto to 203.0.113.7, port 9",
+        ),
     ):
         _, found = watched(place, [sys.executable, "-c", attempt])
         assert any(whom in each for each in found), (attempt, found)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_command_opens_a_connection(place: Path, needs_a_namespace: None) -> None:
     """All of them, with all that their libraries and children do."""

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 CANARIES = {
     name: f"canary-{number}-7c41e9"
-    for number, name in enumerate(["MY_API_KEY", "HF_TOKEN", "DB_PASSWORD", "X_SECRET", "AWS_SECRET_ACCESS_KEY"])
+    for number, name in enumerate(
+        ["MY_API_KEY", "HF_TOKEN", "DB_PASSWORD", "X_SECRET", "AWS_SECRET_ACCESS_KEY"]
+    )
 }
 URLS = {
     "WANDB_BASE_URL": "https://me:canary-url-7c41e9@127.0.0.1:9",
@@ -27,8 +29,12 @@ URLS = {
 
 @pytest.mark.torture(row="canary secrets in the environment: nowhere on disk or terminal")
 @pytest.mark.parametrize("fails", [False, True])
-def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    """To its end with everything on that writes; and with an exception in a layer of the user, whose trace is told."""
+def test_no_secret_of_the_environment_is_written(
+    fails: bool, corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
+    """To its end with everything on that writes; and with an exception in a layer of the user,
+    whose trace is told.
+    """
     sections: dict[str, Any] = {
         "parallel": layout("dp2"),
         "train": {"steps": 2},
@@ -44,8 +50,19 @@ def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_
     done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == (1 if fails else 0), done.stderr
     assert ("ArithmeticError: the layer of a user has failed" in done.stderr) == fails
-    files = [path for path in run_directory(config).rglob("*") if path.is_file() and not path.is_symlink()]
-    for wanted in ("metrics.jsonl", "config.toml", "resolved.json", "manifest.json", "*.safetensors", "*.wandb"):
+    files = [
+        path
+        for path in run_directory(config.run).rglob("*")
+        if path.is_file() and not path.is_symlink()
+    ]
+    for wanted in (
+        "metrics.jsonl",
+        "config.toml",
+        "resolved.json",
+        "manifest.json",
+        "*.safetensors",
+        "*.wandb",
+    ):
         assert any(path.match(wanted) for path in files), wanted
     said = {"stdout": done.stdout.encode(), "stderr": done.stderr.encode()}
     in_urls = {name: re.findall(r"canary[\w-]+", url)[0] for name, url in URLS.items()}

@@ -1,4 +1,6 @@
-"""A signal that was ignored when the run was started, as SIGHUP is under nohup, stays ignored by all its processes."""
+"""A signal that was ignored when the run was started, as SIGHUP is under nohup,
+stays ignored by all its processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def test_what_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         others = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
         with StopRequest() as asked:
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and signal.SIGHUP in ignored_signals()
+            assert (
+                signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+                and signal.SIGHUP in ignored_signals()
+            )
             signal.raise_signal(signal.SIGHUP)
             assert not asked.is_requested()
             signal.raise_signal(others[0])
@@ -38,7 +43,9 @@ def test_what_is_ignored_stays_ignored() -> None:
 
 @pytest.mark.parametrize("each", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_what_a_wrapper_ignores_for_itself_is_handled(each: signal.Signals) -> None:
-    """bash -c 'trap "" USR1 USR2; exec torchrun ...': its ranks inherit that, and must save before a time limit."""
+    """bash -c 'trap "" USR1 USR2; exec torchrun ...': its ranks inherit that,
+    and must save before a time limit.
+    """
     before = signal.signal(each, signal.SIG_IGN)
     try:
         with StopRequest() as asked:
@@ -52,7 +59,9 @@ def test_what_a_wrapper_ignores_for_itself_is_handled(each: signal.Signals) -> N
 @pytest.mark.slow
 @pytest.mark.torture
 @pytest.mark.parametrize("text", ["dp2", ""])
-def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_terminal_that_is_closed_ends_nothing(
+    text: str, corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
     """SIGHUP to every process of the run; then SIGTERM, which ends it as ever."""
     keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}}
     config = run_config(corpus, tmp_path, **keys)
@@ -62,7 +71,7 @@ def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_pat
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
-    metrics = run_directory(config) / "metrics.jsonl"
+    metrics = run_directory(config.run) / "metrics.jsonl"
 
     def steps() -> int:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
@@ -78,7 +87,8 @@ def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_pat
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGHUP)
 
-    wait_until(lambda: len(shell.alive()) > len(text) // 2)  # while it starts; with ranks of their own: the server too
+    # while it starts; with ranks of their own: the server too
+    wait_until(lambda: len(shell.alive()) > len(text) // 2)
     hang_up()
     wait_until(lambda: steps() >= 2)
     hang_up()
@@ -86,4 +96,6 @@ def test_a_terminal_that_is_closed_ends_nothing(text: str, corpus: Path, tmp_pat
     wait_until(lambda: steps() >= before + 3)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 85 and said.startswith("meshwright: stopped by SIGTERM after step "), said
+    assert process.returncode == 85 and said.startswith(
+        "meshwright: stopped by SIGTERM after step "
+    ), said

@@ -14,45 +14,38 @@ from typing import Any
 import pytest
 
 from meshwright.config import RunConfig
-from meshwright.errors import LockError
 from meshwright.run.directory import run_directory
 from meshwright.run.lock import FILE, PATIENCE_S, RunLock
 from meshwright_launch.pool import RankPool
-from meshwright_launch.work import work
-from tests.end_to_end.driving import layout, lines, run_config
+from tests.end_to_end.driving import layout, lines, refused_rank, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
-
-
-def refused(rank: int, world_size: int, config: RunConfig) -> str:
-    """The message with which a rank left."""
-    try:
-        work(config)
-    except LockError as error:
-        return str(error)
-    return "not refused"
 
 
 def test_all_ranks_are_refused_alike(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     config = run_config(corpus, tmp_path, parallel=layout("dp2"))
-    run_directory(config).mkdir()
-    with RunLock(run_directory(config)):
-        said = pool.run(refused, 2, config)
+    run_directory(config.run).mkdir()
+    with RunLock(run_directory(config.run)):
+        said = [text for text, _ in pool.run(refused_rank, 2, config)]
     assert said[0].startswith(f"process {os.getpid()} on ") and said == [said[0]] * 2
-    assert [file.name for file in run_directory(config).iterdir()] == [FILE]
-    assert pool.run(refused, 2, config) == ["not refused"] * 2
+    assert [file.name for file in run_directory(config.run).iterdir()] == [FILE]
+    assert pool.run(refused_rank, 2, config) == [("not refused", 0)] * 2
 
 
 def steps_of(config: RunConfig) -> int:
-    """The last step on record; 0 before the first."""
-    metrics = run_directory(config) / "metrics.jsonl"
+    """Return the last step on record; 0 before the first."""
+    metrics = run_directory(config.run) / "metrics.jsonl"
     text = metrics.read_text() if metrics.exists() else ""
     return max((int(step) for step in re.findall(r'"step": ?(\d+)', text)), default=0)
 
 
 def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
-    """A run that has taken two steps more than the one before it: it trains, and is not about to."""
+    """Start a run and return it when it has taken two steps more than the one before it."""
     before = steps_of(config)
-    process = shell.start(["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = shell.start(
+        ["-m", "meshwright_launch", "train", file],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     deadline_s = time.monotonic() + LIMIT_S
     while steps_of(config) < before + 2:
         assert time.monotonic() < deadline_s and process.poll() is None
@@ -64,13 +57,17 @@ def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
 @pytest.mark.torture(row="two jobs, one run directory: the second leaves")
 @pytest.mark.parametrize("text", ["dp2", ""])
 def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    keys: dict[str, Any] = {"parallel": layout(text), "train": {"steps": 100000}, "checkpoint": {"every": 1}}
+    keys: dict[str, Any] = {
+        "parallel": layout(text),
+        "train": {"steps": 100000},
+        "checkpoint": {"every": 1},
+    }
     config = run_config(corpus, tmp_path, **keys)
     file = written(config, tmp_path)
     shell.environment["SLURM_JOB_ID"] = "4711"
     first = begun(shell, config, file)
     ranks = set(shell.alive())
-    holder = json.loads((run_directory(config) / FILE).read_text())
+    holder = json.loads((run_directory(config.run) / FILE).read_text())
     assert holder["process"] in ranks
 
     began_s = time.monotonic()
@@ -82,11 +79,15 @@ def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: S
     took_s = time.monotonic() - refused_s
     assert second.returncode == 2 and second.stdout == ""
     assert re.fullmatch(
-        rf"meshwright: error: process {holder['process']} of Slurm job 4711 on {re.escape(os.uname().nodename)}, "
-        rf"since {re.escape(holder['since'])}, works in {re.escape(str(run_directory(config)))}: .*\n",
+        rf"meshwright: error: process {holder['process']} of Slurm job 4711 on"
+        rf" {re.escape(os.uname().nodename)}, "
+        rf"since {re.escape(holder['since'])}, works in {re.escape(str(run_directory(config.run)))}:"
+        r" .*\n",
         second.stderr,
     ), second.stderr
-    assert took_s < PATIENCE_S + 1 + 2 * (refused_s - began_s), "it has waited for more than the lock"
+    assert took_s < PATIENCE_S + 1 + 2 * (refused_s - began_s), (
+        "it has waited for more than the lock"
+    )
     assert first.poll() is None and set(shell.alive()) == ranks
 
     for pid in shell.alive():
@@ -102,13 +103,25 @@ def test_the_second_job_leaves(text: str, corpus: Path, tmp_path: Path, shell: S
 
 
 @pytest.mark.torture(row="two jobs, one run directory: the second leaves")
-def test_two_jobs_at_the_same_time_under_torchrun(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+def test_two_jobs_at_the_same_time_under_torchrun(
+    corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
     """The ranks take the lock themselves: nobody looked before."""
     config = run_config(corpus, tmp_path, parallel=layout("dp2"))
-    run_directory(config).mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch")
-    with RunLock(run_directory(config)):
+    run_directory(config.run).mkdir()
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "meshwright_launch",
+    )
+    with RunLock(run_directory(config.run)):
         done = shell.run(*torchrun, "train", written(config, tmp_path))
     assert done.returncode != 0
-    assert f"process {os.getpid()} on " in done.stderr and "Traceback" not in done.stderr.split("torch")[0]
-    assert [file.name for file in run_directory(config).iterdir()] == [FILE]
+    assert (
+        f"process {os.getpid()} on " in done.stderr
+        and "Traceback" not in done.stderr.split("torch")[0]
+    )
+    assert [file.name for file in run_directory(config.run).iterdir()] == [FILE]

@@ -1,4 +1,6 @@
-"""An optimizer of the user whose state begins late, on every kind of shard: in plain torch's numbers, and resumed."""
+"""An optimizer of the user whose state begins late, on every kind of shard:
+in plain torch's numbers, and resumed.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,23 @@ import pytest
 
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import Optimizer
+from meshwright.config.combinations.layout import parse_layout
 from meshwright.errors import CheckpointError
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.run.directory import run_directory
 from meshwright.run.tensors import OWN_OPTIMIZER, take_states
-from meshwright.verify.layouts import parse_layout
 from meshwright.verify.run import Verification
 from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import LATER, layout, run_config, tensors, train, train_rank
 from tests.support.errors import has_code
 
 KINDS = "tests.framework.optimizer.own_kinds"
-PLAIN: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 3e-3, "weight_decay": 0.1}
+PLAIN: dict[str, Any] = {
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "learning_rate": 3e-3,
+    "weight_decay": 0.1,
+}
 MOMENTUM = {**PLAIN, "builder": f"{KINDS}:Momentum", "options": {"late": 2}}
 AVERAGED = {**PLAIN, "builder": f"{KINDS}:Averaged", "options": {"late": 70}}
 NADAM = {**PLAIN, "builder": "torch.optim:NAdam"}
@@ -55,7 +62,7 @@ def test_a_resume_goes_on_with_all_of_the_state(
     train(pool, run_config(corpus, tmp_path, parallel=layout(before), **settings("parts", FIRST)))
     last = run_config(corpus, tmp_path, parallel=layout(after), **settings("parts", ALL))
     train(pool, last)
-    expected, found = tensors(run_directory(whole)), tensors(run_directory(last))
+    expected, found = tensors(run_directory(whole.run)), tensors(run_directory(last.run))
     assert found.keys() == expected.keys()
     states = {name.partition("/")[0] for name in found} - {"weights"}
     assert states == ({"momentum"} if optimizer is MOMENTUM else {"exp_avg", "exp_avg_sq"})
@@ -78,18 +85,27 @@ def test_a_resume_goes_on_with_all_of_the_state(
 def test_every_layout_has_the_numbers_of_plain_torch(
     optimizer: dict[str, Any], words: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    config = run_config(corpus, tmp_path, train={"dtype": "float64"}, optimizer=optimizer, parallel={"dp": 1})
+    config = run_config(
+        corpus, tmp_path, train={"dtype": "float64"}, optimizer=optimizer, parallel={"dp": 1}
+    )
     proof = Verification(config, global_batch=8, steps=5, random_tokens=True)
     row = proof.compare_layout(parse_layout(words), pool, is_repeated=False)
     assert row.passed, (row.problems, row.failure)
 
 
-def test_a_record_of_states_that_this_project_did_not_write_is_refused(corpus: Path, tmp_path: Path) -> None:
-    config = run_config(corpus, tmp_path, train={"steps": 3}, optimizer=MOMENTUM, parallel=layout(""))
+def test_a_record_of_states_that_this_project_did_not_write_is_refused(
+    corpus: Path, tmp_path: Path
+) -> None:
+    config = run_config(
+        corpus, tmp_path, train={"steps": 3}, optimizer=MOMENTUM, parallel=layout("")
+    )
     train_rank(0, 1, config)
-    with open_checkpoint(find(run_directory(config))[0].path) as checkpoint:
+    with open_checkpoint(find(run_directory(config.run))[0].path) as checkpoint:
         manifest = checkpoint.manifest
-    assert manifest.state[OWN_OPTIMIZER] == {"tensors": ["momentum"], "numbers": {"step": ["int", 3]}}
+    assert manifest.state[OWN_OPTIMIZER] == {
+        "tensors": ["momentum"],
+        "numbers": {"step": ["int", 3]},
+    }
     wrong = {"tensors": ["../momentum"], "numbers": {}}
     with pytest.raises(CheckpointError, check=has_code("MW-RUN-038")) as caught:
         take_states(

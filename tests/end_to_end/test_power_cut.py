@@ -1,4 +1,6 @@
-"""A power cut right after a checkpoint has appeared: what was fsynced is there, and nothing else; the run goes on."""
+"""A power cut right after a checkpoint has appeared: what was fsynced is there, and nothing else;
+the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.end_to_end.shell import Shell, written
 from tests.end_to_end.test_shared_experts import LLAMA
 from tests.end_to_end.test_shared_experts import MODEL as EXPERTS
 
-pytestmark = pytest.mark.fault(row="a power cut after a checkpoint has appeared: only what was fsynced is left")
+pytestmark = pytest.mark.fault(
+    row="a power cut after a checkpoint has appeared: only what was fsynced is left"
+)
 
 CUT = """
 import contextlib, json, os, signal, stat, sys
@@ -60,7 +64,9 @@ sys.exit(main(sys.argv[3:]))
 
 
 def rebuild(place: Path, inode: int, disk: dict[str, Any]) -> None:
-    """What the disk has under this name: a directory's names, a file's bytes; empty where nothing was fsynced."""
+    """What the disk has under this name: a directory's names, a file's bytes;
+    empty where nothing was fsynced.
+    """
     for name, below in disk["folders"].get(str(inode), {}).items():
         target = place / name
         if str(below) in disk["folders"]:
@@ -75,10 +81,12 @@ LOST_IN_A_CUT = {"lock", "status.json"}
 
 
 class Notes(Observer):
-    """A callback with a state, a file per step that a resume reads, and the id of a run in wandb."""
+    """A callback with a state, a file per step that a resume reads,
+    and the id of a run in wandb.
+    """
 
     def __init__(self, parts: Parts) -> None:
-        self.directory = run_directory(parts.config)
+        self.directory = run_directory(parts.config.run)
         self.steps: list[int] = []
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
@@ -94,22 +102,28 @@ class Notes(Observer):
 
     def load_state_dict(self, state: Any) -> None:
         self.steps = list(state["steps"])
-        assert all(float((self.directory / "notes" / f"{step}.txt").read_text()) > 0 for step in self.steps)
+        assert all(
+            float((self.directory / "notes" / f"{step}.txt").read_text()) > 0 for step in self.steps
+        )
 
 
 def of_step(path: str) -> int:
-    """The step in a file's name, or in that of its folder; 0: it has none."""
+    """Return the step in a file's name, or in that of its folder; 0: it has none."""
     found = re.search(r"step-(\d+)|notes/(\d+)", path)
     return int(found[1] or found[2]) if found else 0
 
 
 def power_cut(config: RunConfig, tmp_path: Path, shell: Shell) -> dict[str, str]:
-    """Train until the checkpoint of step 4 appears, then leave what was fsynced; return what processes saw, in hex."""
+    """Train until the checkpoint of step 4 appears, then leave what was fsynced;
+    return what processes saw, in hex.
+    """
     out = tmp_path / "disk.json"
     done = shell.run("-c", CUT, "step-00000004", str(out), "train", written(config, tmp_path))
     assert done.returncode == -9, done.stderr
     disk = json.loads(out.read_text())
-    assert str(tmp_path.stat().st_ino) in disk["folders"], "the name of a directory that was made for the run"
+    assert str(tmp_path.stat().st_ino) in disk["folders"], (
+        "the name of a directory that was made for the run"
+    )
     inode = disk["folders"][str(tmp_path.stat().st_ino)]["new"]
     shutil.rmtree(tmp_path / "new")
     (tmp_path / "new").mkdir()
@@ -117,37 +131,62 @@ def power_cut(config: RunConfig, tmp_path: Path, shell: Shell) -> dict[str, str]
     return dict(disk["live"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_what_a_checkpoint_presupposes_survives(asynchronous: bool, corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    """Every file that exists when a checkpoint appears, those of later steps and a list of others left out."""
-    routing = {"routing": "record"} if asynchronous else {"routing": "record", "routing_directory": "new/deep/routing"}
+def test_what_a_checkpoint_presupposes_survives(
+    asynchronous: bool, corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
+    """Every file that exists when a checkpoint appears,
+    those of later steps and a list of others left out.
+    """
+    routing = (
+        {"routing": "record"}
+        if asynchronous
+        else {"routing": "record", "routing_directory": "new/deep/routing"}
+    )
     config = run_config(
         corpus,
         tmp_path / "new" / "runs",
-        model={**EXPERTS, "options": {**LLAMA, "moe": {"num_experts": 4, "top_k": 2, "balance": "bias"}}},
+        model={
+            **EXPERTS,
+            "options": {**LLAMA, "moe": {"num_experts": 4, "top_k": 2, "balance": "bias"}},
+        },
         parallel=layout(""),
         train={"steps": 6, "callbacks": ("tests.end_to_end.test_power_cut:Notes",), **routing},
         tracking={"trace_step": 3},
         checkpoint={"every": 2, "asynchronous": asynchronous},
         launch={"processes": 1},
     )
-    live, directory = power_cut(config, tmp_path, shell), run_directory(config)
+    live, directory = power_cut(config, tmp_path, shell), run_directory(config.run)
     needed = {
         path: bytes.fromhex(content)
         for path, content in live.items()
         if Path(path).name not in LOST_IN_A_CUT and of_step(path) <= 4 and "/logs/" not in path
     }
-    assert {"memory.json", "expert-load.jsonl", "step-00000003.json", "step-00000004.safetensors", "4.txt"} < {
-        Path(path).name for path in needed
-    }
+    assert {
+        "memory.json",
+        "expert-load.jsonl",
+        "step-00000003.json",
+        "step-00000004.safetensors",
+        "4.txt",
+    } < {Path(path).name for path in needed}
     for path, content in needed.items():
         left = (tmp_path / path).read_bytes() if (tmp_path / path).exists() else b""
-        assert left and content.startswith(left), f"{path} was not on the disk when the checkpoint appeared"
+        # replaced as a whole at each save: an asynchronous one may appear after the next
+        if Path(path).name == "memory.json":
+            assert json.loads(left)["step"] >= 4
+            continue
+        assert left and content.startswith(left), (
+            f"{path} was not on the disk when the checkpoint appeared"
+        )
 
     assert [candidate.step for candidate in find(directory)] == [4, 2]
     assert {line["step"] for line in lines(config)} >= {1, 2, 3, 4}
     assert parse((directory / "resolved.json").read_text()).run == config.run
-    assert "validate_steps" in (directory / "config.toml").read_text() and (directory / "placement.txt").read_text()
+    assert (
+        "validate_steps" in (directory / "config.toml").read_text()
+        and (directory / "placement.txt").read_text()
+    )
     assert json.loads((directory / "starts.jsonl").read_text())["step"] == 0
     again = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert again.returncode == 0, again.stderr
@@ -194,28 +233,42 @@ def test_each_new_directory_is_synced(tmp_path: Path, monkeypatch: pytest.Monkey
     assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
 
 
-def test_records_that_are_lost_for_good_have_an_exit_code(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+@pytest.mark.long
+def test_records_that_are_lost_for_good_have_an_exit_code(
+    corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
     """A file that refuses every write; the disk itself is sound, and the checkpoint is there."""
-    config = run_config(corpus, tmp_path, parallel=layout(""), train={"steps": 12}, launch={"processes": 1})
-    run_directory(config).mkdir()
-    (run_directory(config) / "metrics.jsonl").mkdir()
+    config = run_config(
+        corpus, tmp_path, parallel=layout(""), train={"steps": 12}, launch={"processes": 1}
+    )
+    run_directory(config.run).mkdir()
+    (run_directory(config.run) / "metrics.jsonl").mkdir()
     done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
-    place = run_directory(config) / "metrics.jsonl"
+    place = run_directory(config.run) / "metrics.jsonl"
     assert done.returncode == 20, done.stderr
-    assert f"{place} cannot be written: Is a directory (errno 21). The run continues; its records wait" in done.stderr
+    assert (
+        f"{place} cannot be written: Is a directory (errno 21). The run continues; its records wait"
+        in done.stderr
+    )
     assert f"error: 12 records of this run could not be written to {place}" in done.stderr
-    assert [candidate.step for candidate in find(run_directory(config))] == [12]
+    assert [candidate.step for candidate in find(run_directory(config.run))] == [12]
 
 
 @pytest.mark.torture
-def test_records_wait_until_the_file_can_be_written_again(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+def test_records_wait_until_the_file_can_be_written_again(
+    corpus: Path, tmp_path: Path, shell: Shell
+) -> None:
     slow = {"builder": "tests.end_to_end.builders:slow", "options": {"pause_s": 0.02, "of": "norm"}}
-    config = run_config(corpus, tmp_path, parallel=layout(""), train={"steps": 20}, launch={"processes": 1})
+    config = run_config(
+        corpus, tmp_path, parallel=layout(""), train={"steps": 20}, launch={"processes": 1}
+    )
     config = changed(config, model={**slow, "options": {**config.model.options, **slow["options"]}})  # type: ignore[dict-item]
-    run_directory(config).mkdir()
-    place = run_directory(config) / "metrics.jsonl"
+    run_directory(config.run).mkdir()
+    place = run_directory(config.run) / "metrics.jsonl"
     place.mkdir()
-    with shell.start(["-m", "meshwright_launch", "train", written(config, tmp_path)], stderr=-1) as process:
+    with shell.start(
+        ["-m", "meshwright_launch", "train", written(config, tmp_path)], stderr=-1
+    ) as process:
         assert process.stderr is not None
         while "cannot be written" not in (line := process.stderr.readline()):
             assert line

@@ -1,4 +1,6 @@
-"""Checkpoints written behind the training: what is in them, and what a disk that refuses does to the run."""
+"""Checkpoints written behind the training: what is in them,
+and what a disk that refuses does to the run.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import differing, layout, run_config, size, tensors
+from tests.support.marks import long_row
 
 LIMIT_S = 60.0
 """Time after which a test stops waiting, in seconds."""
@@ -37,7 +40,7 @@ LIMIT_S = 60.0
 def opened(config: RunConfig, world_size: int) -> Parts:
     config = resolve(config, world_size)
     assert isinstance(config.parallel.dp, int)
-    grid = Grid(config.parallel.pp, config.parallel.dp, config.parallel.tp)
+    grid = Grid(pp=config.parallel.pp, dp=config.parallel.dp, tp=config.parallel.tp)
     return build(config, open_mesh(grid, "cpu"))
 
 
@@ -48,9 +51,11 @@ def step(parts: Parts, saver: Saver, times: int = 1) -> None:
 
 
 def saves_twice(rank: int, world_size: int, config: RunConfig, slow: bool) -> None:
-    """Steps 2 and 4; ``slow``: the steps after each save are taken before a byte of it is written."""
+    """Steps 2 and 4; ``slow``: the steps after each save are taken before a byte
+    of it is written.
+    """
     parts = opened(config, world_size)
-    saver = Saver(parts, run_directory(config), lambda text: None)
+    saver = Saver(parts, run_directory(config.run), lambda text: None)
     for _ in range(2):
         step(parts, saver, 2)
         if slow:
@@ -70,7 +75,7 @@ def saves_twice(rank: int, world_size: int, config: RunConfig, slow: bool) -> No
     close_mesh(parts.mesh)
 
 
-@pytest.mark.parametrize("text", ["dp2", "pp2,tp2"])
+@pytest.mark.parametrize("text", ["dp2", long_row("pp2,tp2")])
 def test_what_is_saved_is_the_step_and_not_what_came_after(
     text: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
@@ -79,11 +84,11 @@ def test_what_is_saved_is_the_step_and_not_what_came_after(
     behind = run_config(corpus, tmp_path / "behind", **sections)
     pool.run(saves_twice, size(plain), plain, False)
     pool.run(saves_twice, size(behind), behind, True)
-    newer, older = find(run_directory(plain))
-    (only,) = find(run_directory(behind))
+    newer, older = find(run_directory(plain.run))
+    (only,) = find(run_directory(behind.run))
     assert (newer.step, older.step, only.step) == (4, 2, 2)
     newer.path.rename(tmp_path / "aside")
-    assert not differing(tensors(run_directory(behind)), tensors(run_directory(plain)))
+    assert not differing(tensors(run_directory(behind.run)), tensors(run_directory(plain.run)))
 
 
 @pytest.fixture
@@ -100,10 +105,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def meets_a_full_disk(rank: int, world_size: int, config: RunConfig) -> tuple[list[int], str | None]:
-    """Save; fill the disk and save again; make room and save: what had been warned of by then, and what was said."""
+def meets_a_full_disk(
+    rank: int, world_size: int, config: RunConfig
+) -> tuple[list[int], str | None]:
+    """Save; fill the disk and save again; make room and save: what had been warned of by then,
+    and what was said.
+    """
     parts = opened(config, world_size)
-    directory = run_directory(config)
+    directory = run_directory(config.run)
     warned: list[str] = []
     saver = Saver(parts, directory, lambda text: None, warned.append)
     ballast = directory / "checkpoints" / "ballast"
@@ -131,32 +140,49 @@ def meets_a_full_disk(rank: int, world_size: int, config: RunConfig) -> tuple[li
 
 @pytest.mark.fault(row="the disk full, or not writable for one rank")
 def test_a_full_disk_is_survived(corpus: Path, small_disk: Path, pool: RankPool) -> None:
-    config = run_config(corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"keep_last": 1})
+    config = run_config(
+        corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"keep_last": 1}
+    )
     answers = pool.run(meets_a_full_disk, 2, config)
     found, said = answers[0]
     assert found == [0, 1, 1]
-    assert said is not None and said.startswith("the checkpoint of step 3 could not be saved:\n  rank ")
-    assert f"(errno {errno.ENOSPC})" in said and ".safetensors" in said and "the run continues" in said
+    assert said is not None and said.startswith(
+        "the checkpoint of step 3 could not be saved:\n  rank "
+    )
+    assert (
+        f"(errno {errno.ENOSPC})" in said and ".safetensors" in said and "the run continues" in said
+    )
     assert answers[1] == ([0, 0, 0], "")
     (only,) = find(small_disk.parent)
-    assert only.step > 4 and sorted(path.name for path in small_disk.iterdir()) == ["ballast", only.path.name]
+    assert only.step > 4 and sorted(path.name for path in small_disk.iterdir()) == [
+        "ballast",
+        only.path.name,
+    ]
     open_checkpoint(only.path).verify()
 
 
 @pytest.mark.fault(row="the disk full, or not writable for one rank")
-def test_or_ends_the_run_where_that_is_wanted(corpus: Path, small_disk: Path, pool: RankPool) -> None:
-    config = run_config(corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"on_failure": "fail"})
+def test_or_ends_the_run_where_that_is_wanted(
+    corpus: Path, small_disk: Path, pool: RankPool
+) -> None:
+    config = run_config(
+        corpus, small_disk.parents[1], parallel=layout("pp2"), checkpoint={"on_failure": "fail"}
+    )
     answers = pool.run(meets_a_full_disk, 2, config)
     assert [found for found, _ in answers] == [[0], [0]]
-    assert answers[0][1] == answers[1][1] and answers[0][1].endswith('as checkpoint.on_failure = "fail"')
+    assert answers[0][1] == answers[1][1] and answers[0][1].endswith(
+        'as checkpoint.on_failure = "fail"'
+    )
     assert [checkpoint.step for checkpoint in find(small_disk.parent)] == [1]
 
 
 def one_rank_may_not_write(rank: int, world_size: int, config: RunConfig) -> str:
-    """The last rank is not allowed files of this size: the first one hears of it in the next step."""
+    """Save where the last rank may not write files of this size;
+    the first rank raises the error in the next step.
+    """
     parts = opened(config, world_size)
     warned: list[str] = []
-    saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
+    saver = Saver(parts, run_directory(config.run), lambda text: None, warned.append)
     step(parts, saver)
     saver.start()
     saver.finish()  # a run that has no checkpoint yet would end
@@ -179,24 +205,29 @@ def one_rank_may_not_write(rank: int, world_size: int, config: RunConfig) -> str
 
 
 @pytest.mark.fault(row="the disk full, or not writable for one rank")
-@pytest.mark.parametrize("text", ["pp2", "tp2"])
+@pytest.mark.parametrize("text", ["pp2", long_row("tp2")])
 def test_one_rank_that_cannot_write_is_named_in_the_next_step(
     text: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     config = run_config(corpus, tmp_path, parallel=layout(text))
     said, other = pool.run(one_rank_may_not_write, 2, config)
-    directory = run_directory(config) / "checkpoints"
-    assert said.startswith(f"the checkpoint of step 2 could not be saved:\n  rank 1: {directory}") and not other
+    directory = run_directory(config.run) / "checkpoints"
+    assert (
+        said.startswith(f"the checkpoint of step 2 could not be saved:\n  rank 1: {directory}")
+        and not other
+    )
     assert f"(errno {errno.EFBIG})" in said
     assert [path.name for path in directory.iterdir()] == ["step-00000001"]
 
 
 def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
-    """Steps 1 to 3, while the first deletion of older checkpoints hangs; then step 4, when it no longer does."""
+    """Save steps 1 to 3 while the first deletion of older checkpoints hangs, then step 4,
+    when it no longer does.
+    """
     parts = opened(config, world_size)
     warned: list[str] = []
     num_hung, has_answered = [0], threading.Event()
-    saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
+    saver = Saver(parts, run_directory(config.run), lambda text: None, warned.append)
 
     remove = shutil.rmtree
 
@@ -226,9 +257,11 @@ def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
 def unsynced_of_a_save(rank: int, world_size: int, config: RunConfig) -> list[list[str]]:
     """Lists of files to sync, at the sync of rank 0 and after the save."""
     parts = opened(config, world_size)
-    saver, synced = Saver(parts, run_directory(config), lambda text: None), []
+    saver, synced = Saver(parts, run_directory(config.run), lambda text: None), []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(saving, "sync_run_files", lambda _, files, warn: synced.extend(map(str, files)))
+        monkeypatch.setattr(
+            saving, "sync_run_files", lambda _, files, warn: synced.extend(map(str, files))
+        )
         step(parts, saver)
         parts.written_files.append(Path("note"))
         saver.start()
@@ -246,11 +279,11 @@ def test_files_of_observers_are_kept_on_rank_0_until_they_are_synced(
 
 
 def stop_while_deleting(rank: int, world_size: int, config: RunConfig) -> list[Any]:
-    """The save of a stop while the deletion after the save before hangs."""
+    """Save at a stop while the deletion after the save before hangs."""
     parts = opened(config, world_size)
     has_answered = threading.Event()
     warned: list[str] = []
-    saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
+    saver = Saver(parts, run_directory(config.run), lambda text: None, warned.append)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(saving, "prune", lambda *what, **how: has_answered.wait(LIMIT_S))
         step(parts, saver)
@@ -265,17 +298,23 @@ def stop_while_deleting(rank: int, world_size: int, config: RunConfig) -> list[A
     return [saver.saved_step, took_s < LIMIT_S / 2, warned]
 
 
-def test_a_save_before_a_stop_does_not_wait_for_a_deletion(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+def test_a_save_before_a_stop_does_not_wait_for_a_deletion(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     config = run_config(corpus, tmp_path, parallel=layout("dp2"), checkpoint={"keep_last": 1})
     assert pool.run(stop_while_deleting, 2, config) == [[2, True, []]] * 2
-    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [2, 1]
+    assert [checkpoint.step for checkpoint in find(run_directory(config.run))] == [2, 1]
 
 
-def test_a_deletion_that_hangs_does_not_stop_the_run(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+def test_a_deletion_that_hangs_does_not_stop_the_run(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     keys: dict[str, Any] = {"launch": {"timeout_s": 1.0}, "checkpoint": {"keep_last": 1}}
     config = run_config(corpus, tmp_path, parallel=layout("dp2"), **keys)
     first, second = pool.run(deletion_hangs, 2, config)
     saved, num_hung, (said,), num_warned = first
     assert (saved, num_hung, num_warned) == (3, 1, 1) and second == [3, 0, [], 0]
-    assert said.startswith(f"old files in {run_directory(config)}/checkpoints are still being deleted after 1 s")
-    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [4]
+    assert said.startswith(
+        f"old files in {run_directory(config.run)}/checkpoints are still being deleted after 1 s"
+    )
+    assert [checkpoint.step for checkpoint in find(run_directory(config.run))] == [4]

@@ -1,4 +1,6 @@
-"""Checkpoints by the clock: ``checkpoint.every_minutes`` saves on every layout, decided by rank 0 alone."""
+"""Checkpoints by the clock: ``checkpoint.every_minutes`` saves on every layout,
+decided by rank 0 alone.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,13 @@ class EachStep(Observer):
 
 
 def with_clock(rank: int, world_size: int, config: RunConfig, first: float, others: float) -> None:
-    """Train with a clock on which so many minutes pass in a step, on the first rank and on the others."""
+    """Train with a clock on which so many minutes pass in a step,
+    on the first rank and on the others.
+    """
     clock = Clock(first if rank == 0 else others)
     real, meshwright.run.saving.time = (
         meshwright.run.saving.time,
-        SimpleNamespace(  # type: ignore[assignment]
-            monotonic=clock.monotonic, sleep=time.sleep
-        ),
+        SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep),  # type: ignore[assignment]
     )
     try:
         work(config, observers=[EachStep(clock)])
@@ -68,7 +70,7 @@ def of_clock(corpus: Path, runs: Path, text: str, **checkpoint: Any) -> RunConfi
 
 
 def saved_steps(config: RunConfig) -> list[int]:
-    return sorted(each.step for each in find(run_directory(config)))
+    return sorted(each.step for each in find(run_directory(config.run)))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,8 @@ def saved_steps(config: RunConfig) -> list[int]:
         ("dp2", 11.0, 0.0, {}, [3, 6, 9]),  # the default: half an hour
         ("dp2", 0.0, 1e6, {}, [9]),  # the clocks of others do not count
         ("", 11.0, 0.0, {"every_minutes": 0}, [9]),
-        ("", 11.0, 0.0, {"every": 5}, [3, 5, 8, 9]),  # a save of either kind starts the half hour anew
+        # a save of either kind starts the half hour anew
+        ("", 11.0, 0.0, {"every": 5}, [3, 5, 8, 9]),
         ("", 100.0, 0.0, {"every_minutes": 1.5, "keep_last": 2}, [8, 9]),
         LATER("pp2", 11.0, 0.0, {}, [3, 6, 9]),
         LATER("tp2", 11.0, 5.0, {}, [3, 6, 9]),
@@ -105,13 +108,15 @@ def test_a_short_run_saves_as_before(corpus: Path, tmp_path: Path, pool: RankPoo
 
 
 def test_a_save_in_progress_is_not_waited_for(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
-    """A disk that takes longer than the interval: the next save comes when the one before has ended."""
+    """A disk that takes longer than the interval:
+    the next save comes when the one before has ended.
+    """
     config = of_clock(corpus, tmp_path, "", asynchronous=True)
     assert pool.run(due_while_writing, 1, config) == [[False, False, True]]
 
 
 def due_while_writing(rank: int, world_size: int, config: RunConfig) -> list[bool]:
-    """Whether a save is due: at once, an hour later while a save is written, and after it."""
+    """Return whether a save is due: at once, an hour later while a save is written, and after it."""
     clock, writer = Clock(60.0), SimpleNamespace(is_share_done=lambda: False)
     saver: Any = object.__new__(meshwright.run.saving.Saver)
     saver.parts, saver.writer, saver._begun_s = SimpleNamespace(config=config), writer, 0.0

@@ -1,4 +1,6 @@
-"""Runs of shared experts: any ep resumes any other, bit-equal on the same one; drift of an expert is named."""
+"""Runs of shared experts: any ep resumes any other, bit-equal on the same one;
+drift of an expert is named.
+"""
 
 from __future__ import annotations
 
@@ -33,29 +35,42 @@ from tests.end_to_end.driving import (
 )
 from tests.end_to_end.shell import Shell, written
 from tests.end_to_end.test_use import evaluated
+from tests.support.marks import long_row
 
-LLAMA = {"vocab_size": 512, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 24,
+}
 LLAMA |= {"max_sequence_length": 32, "moe": {"num_experts": 4, "top_k": 2}}  # type: ignore[dict-item]
 MODEL = {"builder": "meshwright_models.llama:build", "options": LLAMA}
 
 
 def of_layout(corpus: Path, runs: Path, text: str, steps: int = 2, **optimizer: Any) -> RunConfig:
-    settings: dict[str, Any] = {"model": MODEL, "train": {"steps": steps, "dtype": "float64", "validate_steps": 1}}
+    settings: dict[str, Any] = {
+        "model": MODEL,
+        "train": {"steps": steps, "dtype": "float64", "validate_steps": 1},
+    }
     return run_config(corpus, runs, parallel=layout(text), optimizer=optimizer, **settings)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("dp4,ep4,zero2", "dp2,tp2,ep2,sequence"),
+        long_row("dp4,ep4,zero2", "dp2,tp2,ep2,sequence"),
         pytest.param("dp2,pp2,ep2,zero3", "tp2", marks=pytest.mark.torture),
         pytest.param("tp2", "dp2,tp2,ep4,sequence,zero3", marks=pytest.mark.torture),
     ],
 )
-def test_a_run_goes_on_with_another_ep(before: str, after: str, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+def test_a_run_goes_on_with_another_ep(
+    before: str, after: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     first = of_layout(corpus, tmp_path, before)
     train(pool, first)
-    saved, losses = run_directory(first), {}
+    saved, losses = run_directory(first.run), {}
     for name, text in (("before", before), ("after", after)):
         config = of_layout(corpus, tmp_path, text)
         ranks = pool.run(load_rank, size(config), config, str(saved), str(tmp_path / name), 2)
@@ -65,7 +80,10 @@ def test_a_run_goes_on_with_another_ep(before: str, after: str, corpus: Path, tm
         assert math.isclose(ours, theirs, rel_tol=1e-11), losses
 
 
-def test_a_model_is_worth_the_same_with_any_ep(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.long
+def test_a_model_is_worth_the_same_with_any_ep(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     """Evaluated on layouts that it was not trained on, one process among them."""
     config = of_layout(corpus, tmp_path, "dp4,ep4,zero2")
     train(pool, config)
@@ -76,15 +94,24 @@ def test_a_model_is_worth_the_same_with_any_ep(corpus: Path, tmp_path: Path, poo
     assert losses == [pytest.approx(losses[0], rel=1e-12)] * 3
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.torture)])
-def test_a_resumed_run_has_the_bits_of_an_unbroken_one(name: str, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
-    """Muon's run also goes on with another ep: experts' matrices have other homes, and the same momentum."""
+@pytest.mark.parametrize(
+    "name", [long_row("adamw"), pytest.param("muon", marks=pytest.mark.torture)]
+)
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
+    name: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Muon's run also goes on with another ep: experts' matrices have other homes,
+    and the same momentum.
+    """
     for folder, stops in (("unbroken", (3,)), ("resumed", (2, 3)), ("moved", (2, 3))):
         for steps in stops if folder != "moved" or name == "muon" else ():
             text = "tp2,sequence,ep2" if (folder, steps) == ("moved", 3) else "dp4,ep2,zero2"
-            train(pool, of_layout(corpus, tmp_path / folder, text, steps, schedule="constant", name=name))
+            train(
+                pool,
+                of_layout(corpus, tmp_path / folder, text, steps, schedule="constant", name=name),
+            )
     unbroken, *others = [
-        tensors(run_directory(of_layout(corpus, tmp_path / folder, "")))
+        tensors(run_directory(of_layout(corpus, tmp_path / folder, "").run))
         for folder in ("unbroken", "resumed", "moved")[: 2 + (name == "muon")]
     ]
     assert not differing(others[0], unbroken)
@@ -93,10 +120,13 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(name: str, corpus: Path, 
         torch.testing.assert_close(others[-1][tensor], whole, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.long
 def test_a_run_whose_rank_is_killed_resumes_with_any_ep(
     corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
 ) -> None:
-    """Rank 5 is killed in step 4; with the same ep the losses are those of an unbroken run, bit for bit."""
+    """Rank 5 is killed in step 4; with the same ep the losses are those of an unbroken run,
+    bit for bit.
+    """
     trap = {"rank": 5, "at_call": 14, "killed": True, "once": str(tmp_path / "fired")}
     moe = {"num_experts": 8, "top_k": 2, "router": "sigmoid", "balance": "bias", "batch_loss": 0.01}
     options = {**LLAMA, "moe": moe, **trap}
@@ -109,7 +139,7 @@ def test_a_run_whose_rank_is_killed_resumes_with_any_ep(
     killed = of_ep(4, tmp_path / "runs")
     done = shell.run("-m", "meshwright_launch", "train", written(killed, tmp_path), "--trust-code")
     assert done.returncode and "rank 5 was ended by SIGKILL" in done.stderr, done.stderr
-    assert find(run_directory(killed))[0].step == 2
+    assert find(run_directory(killed.run))[0].step == 2
     for ep in (4, 2, 1):
         shutil.copytree(tmp_path / "runs", tmp_path / f"ep{ep}")
     same = of_ep(4, tmp_path / "same")
@@ -120,9 +150,14 @@ def test_a_run_whose_rank_is_killed_resumes_with_any_ep(
         train(pool, config)
         found = exact_losses(config)
         assert ep != 4 or found == expected
-        assert ep != 4 or not differing(tensors(run_directory(config)), tensors(run_directory(same)))
+        assert ep != 4 or not differing(
+            tensors(run_directory(config.run)), tensors(run_directory(same.run))
+        )
         for step, loss in expected.items():
-            assert math.isclose(float.fromhex(found[step]), float.fromhex(loss), rel_tol=1e-11), (ep, step)
+            assert math.isclose(float.fromhex(found[step]), float.fromhex(loss), rel_tol=1e-11), (
+                ep,
+                step,
+            )
 
 
 def train_as_before(rank: int, world_size: int, config: RunConfig) -> None:
@@ -132,7 +167,10 @@ def train_as_before(rank: int, world_size: int, config: RunConfig) -> None:
         train_rank(rank, world_size, config)
 
 
-def test_checkpoints_hold_the_bias_and_no_counts(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.long
+def test_checkpoints_hold_the_bias_and_no_counts(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     """A checkpoint that holds counts, zeros, is resumed all the same."""
     moe = {"num_experts": 4, "top_k": 2, "balance": "bias"}
     runs = [of_layout(corpus, tmp_path / name, "tp2,ep2,sequence", 1) for name in ("before", "now")]
@@ -140,23 +178,30 @@ def test_checkpoints_hold_the_bias_and_no_counts(corpus: Path, tmp_path: Path, p
     runs = [run.replace(optimizer={"schedule": "constant"}) for run in runs]
     pool.run(train_as_before, 2, runs[0])
     train(pool, runs[1])
-    counts = {f"weights/block{block}.mlp.router.{name}" for block in (0, 1) for name in ("counts", "entropy")}
-    saved = [tensors(run_directory(run)) for run in runs]
-    assert saved[0].keys() - saved[1].keys() == counts and not any(saved[0][name].any() for name in counts)
+    counts = {
+        f"weights/block{block}.mlp.router.{name}"
+        for block in (0, 1)
+        for name in ("counts", "entropy")
+    }
+    saved = [tensors(run_directory(run.run)) for run in runs]
+    assert saved[0].keys() - saved[1].keys() == counts and not any(
+        saved[0][name].any() for name in counts
+    )
     assert saved[1]["weights/block0.mlp.router.bias"].any()
     for run in runs:
         train(pool, run.replace(train={"steps": 2}))
-    assert not differing(*[tensors(run_directory(run)) for run in runs])
+    assert not differing(*[tensors(run_directory(run.run)) for run in runs])
 
 
 def drift(rank: int, world_size: int, config: RunConfig, spoilt: int | None) -> str:
-    """The message of a check after the expert weights of one rank have changed."""
+    """Return the message of a check after the expert weights of one rank have changed."""
     config = resolve(config, world_size)
-    mesh = open_mesh(Grid(*config.parallel.degrees), "cpu")
+    mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu")
     parts = build(config, mesh)
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            if rank == spoilt and bucket.kind.is_expert and bucket.flat is not None:
+            is_spoilt = rank == spoilt and bucket.holders.slices.name == "ep"
+            if is_spoilt and bucket.flat is not None:
                 bucket.flat[3] += 1e-9
     try:
         check_drift(parts)
@@ -167,8 +212,15 @@ def drift(rank: int, world_size: int, config: RunConfig, spoilt: int | None) -> 
         close_mesh(mesh)
 
 
-def test_replicas_of_experts_are_compared_among_themselves(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+def test_replicas_of_experts_are_compared_among_themselves(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     config = of_layout(corpus, tmp_path, "dp4,ep2")
     assert set(pool.run(drift, 4, config, None)) == {""}
     (message,) = set(pool.run(drift, 4, config, 3))
-    assert "mlp.experts" in message and "rank 1" in message and "rank 3" in message and "rank 0" not in message
+    assert (
+        "mlp.experts" in message
+        and "rank 1" in message
+        and "rank 3" in message
+        and "rank 0" not in message
+    )

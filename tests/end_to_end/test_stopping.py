@@ -1,4 +1,6 @@
-"""Asked to end by a signal: all ranks save after the same step and leave; the same command goes on bit for bit."""
+"""Asked to end by a signal: all ranks save after the same step and leave;
+the same command goes on bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,7 @@ from tests.end_to_end.driving import (
     with_own_samples,
 )
 from tests.end_to_end.shell import LIMIT_S, ROOT, Shell, written
+from tests.support.marks import long_row
 
 EXIT_CODE = 85
 CONSTANT: dict[str, dict[str, Any]] = {"optimizer": {"schedule": "constant"}}
@@ -75,11 +78,11 @@ def test_elsewhere_than_in_the_main_thread_signals_are_left_alone() -> None:
 
 
 def asked_in_step(rank: int, world_size: int, config_json: str, whom: int, when: int) -> list[bool]:
-    """What each step said, when one rank was asked before one of them."""
+    """Return what each step said, when one rank was asked before one of them."""
     config = parse(config_json)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    mesh = open_mesh(Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp), "cpu")
     parts = build(config, mesh)
     said = []
     for step in (1, 2, 3):
@@ -89,15 +92,21 @@ def asked_in_step(rank: int, world_size: int, config_json: str, whom: int, when:
     return said
 
 
-@pytest.mark.parametrize("whom", [0, 3])
-def test_all_ranks_know_in_the_same_step(whom: int, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
-    config = run_config(corpus, tmp_path, parallel={**layout("dp2,pp2"), "dp": 2}, batch={"chunks": 4})
-    assert pool.run(asked_in_step, 4, config.model_dump_json(), whom, 2) == [[False, True, False]] * 4
+@pytest.mark.parametrize("whom", [long_row(0), 3])
+def test_all_ranks_know_in_the_same_step(
+    whom: int, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    config = run_config(
+        corpus, tmp_path, parallel={**layout("dp2,pp2"), "dp": 2}, batch={"chunks": 4}
+    )
+    assert (
+        pool.run(asked_in_step, 4, config.model_dump_json(), whom, 2) == [[False, True, False]] * 4
+    )
 
 
 def asked_while_it_trains(rank: int, world_size: int, config: RunConfig) -> str:
-    """The message with which a rank left; rank 1 was asked after its second step."""
-    file = run_directory(config) / "metrics.jsonl"
+    """Return the message with which a rank left; rank 1 was asked after its second step."""
+    file = run_directory(config.run) / "metrics.jsonl"
 
     def ask() -> None:
         while not file.exists() or len(file.read_text().splitlines()) < 2:
@@ -119,30 +128,41 @@ def asked_while_it_trains(rank: int, world_size: int, config: RunConfig) -> str:
 
 def test_one_rank_is_asked_and_all_leave(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
     """The run that goes on is the run that was never stopped, dropout and all."""
-    config = run_config(corpus, tmp_path / "asked", parallel=layout("dp2"), train={"steps": 400}, **CONSTANT)
+    config = run_config(
+        corpus, tmp_path / "asked", parallel=layout("dp2"), train={"steps": 400}, **CONSTANT
+    )
     said = pool.run(asked_while_it_trains, 2, config)
-    found = re.fullmatch(r"stopped by SIGUSR1 to rank 1 after step (\d+) of 400; it is saved, and .*", said[0])
+    found = re.fullmatch(
+        r"stopped by SIGUSR1 to rank 1 after step (\d+) of 400; it is saved, and .*", said[0]
+    )
     assert found and said == [said[0]] * 2
     step = int(found[1])
-    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [step]
+    assert [checkpoint.step for checkpoint in find(run_directory(config.run))] == [step]
     assert lines(config)[-1]["step"] == step
 
-    same = run_config(corpus, tmp_path / "same", parallel=layout("dp2"), train={"steps": step + 3}, **CONSTANT)
+    same = run_config(
+        corpus, tmp_path / "same", parallel=layout("dp2"), train={"steps": step + 3}, **CONSTANT
+    )
     train(pool, same)
     later = RunConfig.model_validate(config.model_dump() | {"train": same.train.model_dump()})
     train(pool, later)
     assert exact_losses(later) == exact_losses(same)
-    assert not differing(tensors(run_directory(later)), tensors(run_directory(same)))
+    assert not differing(tensors(run_directory(later.run)), tensors(run_directory(same.run)))
 
 
 def process_of(config: RunConfig, rank: int) -> int:
-    """A rank's process, as its log names it."""
-    log = (run_directory(config) / "logs" / f"rank-{rank}.log").read_text()
+    """Return a rank's process, as its log names it."""
+    log = (run_directory(config.run) / "logs" / f"rank-{rank}.log").read_text()
     return int(re.findall(r"^=== started .* process (\d+) ===$", log, re.MULTILINE)[-1])
 
 
 def stopped(
-    shell: Shell, config: RunConfig, directory: Path, whom: str, how: list[signal.Signals], wait_s: float
+    shell: Shell,
+    config: RunConfig,
+    directory: Path,
+    whom: str,
+    how: list[signal.Signals],
+    wait_s: float,
 ) -> None:
     """Train, send the signals a while after the second step, and look at what is left."""
     process = shell.start(
@@ -150,14 +170,20 @@ def stopped(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    metrics = run_directory(config) / "metrics.jsonl"
+    metrics = run_directory(config.run) / "metrics.jsonl"
     deadline_s = time.monotonic() + LIMIT_S
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         assert time.monotonic() < deadline_s and process.poll() is None
         time.sleep(0.01)
     time.sleep(wait_s)
     for each in how:
-        pids = [process.pid] if whom == "launcher" else [process_of(config, 1)] if whom == "rank" else shell.alive()
+        pids = (
+            [process.pid]
+            if whom == "launcher"
+            else [process_of(config, 1)]
+            if whom == "rank"
+            else shell.alive()
+        )
         for pid in pids:
             try:
                 os.kill(pid, each)
@@ -167,15 +193,17 @@ def stopped(
     _, said = process.communicate(timeout=LIMIT_S)
     step = lines(config)[-1]["step"]
     to_one = " to rank 1" if whom == "rank" else ""
-    names = "|".join(each.name for each in how)  # of two that come at once Python takes the one of the lower number
+    # of two that come at once Python takes the one of the lower number
+    names = "|".join(each.name for each in how)
     (line,) = said.splitlines()
     assert re.fullmatch(
-        f"meshwright: stopped by ({names}){to_one} after step {step} of 100000; it is saved, and the same command "
+        f"meshwright: stopped by ({names}){to_one} after step {step} of 100000; it is saved, and"
+        " the same command "
         r"resumes from there \[MW-RUN-014\]",
         line,
     )
     assert process.returncode == EXIT_CODE
-    newest, *_ = find(run_directory(config))
+    newest, *_ = find(run_directory(config.run))
     assert newest.step == step
     shell.wait_until_none_is_left()
 
@@ -199,13 +227,16 @@ def test_the_launcher_is_told(text: str, corpus: Path, tmp_path: Path, shell: Sh
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_all_processes_are_told(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """Also Python's own, which know nothing of it: none of them dies, or says a word."""
     stopped(shell, long_run(corpus, tmp_path, "dp2"), tmp_path, "all", [signal.SIGUSR2], 0.0)
 
 
-@pytest.mark.torture(row="each signal x each target x random moments: exit code 85 after the step, nothing left")
+@pytest.mark.torture(
+    row="each signal x each target x random moments: exit code 85 after the step, nothing left"
+)
 @pytest.mark.parametrize("number", range(8))
 @pytest.mark.parametrize("whom", ["launcher", "rank", "all"])
 def test_any_signal_to_anyone_at_any_moment(
@@ -213,8 +244,12 @@ def test_any_signal_to_anyone_at_any_moment(
 ) -> None:
     """Saving in every step, so that many signals come while it does."""
     draw = random.Random(f"{seed} {number} {whom}")
-    signals = draw.choices([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2], k=draw.choice([1, 2]))
-    config = long_run(corpus, tmp_path, draw.choice(["dp2", "pp2", "tp2", "dp2,pp2"]), every=draw.choice([0, 1]))
+    signals = draw.choices(
+        [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2], k=draw.choice([1, 2])
+    )
+    config = long_run(
+        corpus, tmp_path, draw.choice(["dp2", "pp2", "tp2", "dp2,pp2"]), every=draw.choice([0, 1])
+    )
     if whom == "all":
         signals = signals[:1]  # who came first differs from rank to rank
     stopped(shell, config, tmp_path, whom, signals, draw.uniform(0, 1.0))
@@ -224,8 +259,11 @@ SIGNAL_AT_EXIT = "import atexit, os, signal; atexit.register(os.kill, os.getpid(
 """A sitecustomize.py. Of all functions registered for the exit it runs last."""
 
 
+@pytest.mark.long
 def test_a_signal_after_the_end_changes_nothing(corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    """Slurm tells a rank of its time limit while the interpreter shuts down: a complete run exits with 0."""
+    """Slurm tells a rank of its time limit while the interpreter shuts down:
+    a complete run exits with 0.
+    """
     (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_EXIT)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,6 @@
-"""What was trained is used: evaluated and made to write, in one process and on layouts that it was not trained on."""
+"""What was trained is used: evaluated and made to write,
+in one process and on layouts that it was not trained on.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,15 @@ from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
 from tests.support.errors import has_code
+from tests.support.marks import long_row
 from tests.support.plain import load_plain
 
 LAYOUTS = ["", "dp2", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
-PROMPTS = ("the mesh waits. ", "a", "then the rank sends the loss of a stage in the step of the mesh and then")
+PROMPTS = (
+    "the mesh waits. ",
+    "a",
+    "then the rank sends the loss of a stage in the step of the mesh and then",
+)
 """The last is longer than the window of 32 tokens."""
 
 
@@ -73,18 +80,25 @@ def sample_rank(rank: int, world_size: int, work: Sampling, config: RunConfig) -
         work(config)
 
 
-def evaluated(pool: RankPool, config: RunConfig, out: Path, of: str, step: int | None = None) -> dict[str, object]:
-    place = locate(run_directory(config), step)
+def evaluated(
+    pool: RankPool, config: RunConfig, out: Path, of: str, step: int | None = None
+) -> dict[str, object]:
+    place = locate(run_directory(config.run), step)
     asked = config_for(place, keys(of), "eval")
-    checked = check_evaluation(asked, default_world_size(asked, 0))
+    checked = check_evaluation(asked, default_world_size(asked.parallel, asked.launch, 0))
     pool.run(evaluate_rank, int(checked.launch.processes), EvaluationJob(place, True, out), checked)
     found: dict[str, object] = json.loads(out.read_text())
     return found
 
 
-def test_a_model_is_worth_the_same_on_every_layout(trained: RunConfig, tmp_path: Path, pool: RankPool) -> None:
-    """Held against the plain model: a Python loop over the windows, torch's own cross-entropy, decoded text."""
-    config, plain = load_plain(run_directory(trained))
+@pytest.mark.long
+def test_a_model_is_worth_the_same_on_every_layout(
+    trained: RunConfig, tmp_path: Path, pool: RankPool
+) -> None:
+    """Held against the plain model: a Python loop over the windows, torch's own cross-entropy,
+    decoded text.
+    """
+    config, plain = load_plain(run_directory(trained.run))
     assert config.data.validation is not None and config.data.tokenizer is not None
     stream = TokenStream(inspect(Path(config.data.validation)))
     length = config.data.sequence_length
@@ -93,7 +107,9 @@ def test_a_model_is_worth_the_same_on_every_layout(trained: RunConfig, tmp_path:
     with torch.no_grad():
         for start in range(0, num_samples * length, length):
             window = torch.from_numpy(stream.read(start, length + 1))
-            total += float(F.cross_entropy(plain(window[None, :-1])[0], window[1:], reduction="sum"))
+            total += float(
+                F.cross_entropy(plain(window[None, :-1])[0], window[1:], reduction="sum")
+            )
     tokens = num_samples * length
     text = Tokenizer.from_file(config.data.tokenizer).decode(stream.read(1, tokens).tolist())
     for of in LAYOUTS:
@@ -101,24 +117,35 @@ def test_a_model_is_worth_the_same_on_every_layout(trained: RunConfig, tmp_path:
         assert (found["tokens"], found["bytes"], found["step"]) == (tokens, len(text.encode()), 10)
         assert found["loss"] == pytest.approx(total / tokens, rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
-        assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-6)
+        assert found["bits_per_byte"] == pytest.approx(
+            total / math.log(2) / len(text.encode()), rel=1e-6
+        )
 
 
-def test_the_loss_of_the_training_is_the_same_number(trained: RunConfig, tmp_path: Path, pool: RankPool) -> None:
+@pytest.mark.long
+def test_the_loss_of_the_training_is_the_same_number(
+    trained: RunConfig, tmp_path: Path, pool: RankPool
+) -> None:
     """On the layout that it was trained on bit for bit, of each checkpoint."""
-    logged = {line["step"]: line["validation/loss"] for line in lines(trained) if "validation/loss" in line}
+    logged = {
+        line["step"]: line["validation/loss"]
+        for line in lines(trained)
+        if "validation/loss" in line
+    }
     assert set(logged) == {5, 10} and logged[5] != logged[10]
     for step, loss in logged.items():
         found = evaluated(pool, trained, tmp_path / "found.json", "dp2,pp2", step)["while_training"]
         assert found == {"loss": loss, "batches": 2, "logged": loss}
 
 
-@pytest.mark.parametrize(("of", "schedule"), [("tp2", "gpipe"), ("pp2,tp2", "gpipe"), ("pp2", "zb_v")])
+@pytest.mark.parametrize(
+    ("of", "schedule"), [long_row("tp2", "gpipe"), long_row("pp2,tp2", "gpipe"), ("pp2", "zb_v")]
+)
 def test_the_likeliest_text_is_that_of_the_plain_model(
     trained: RunConfig, tmp_path: Path, pool: RankPool, of: str, schedule: str
 ) -> None:
     """In a V the last stage is on the first pipeline rank."""
-    config, plain = load_plain(run_directory(trained))
+    config, plain = load_plain(run_directory(trained.run))
     assert config.data.tokenizer is not None
     tokenizer = Tokenizer.from_file(config.data.tokenizer)
     expected = []
@@ -128,23 +155,29 @@ def test_the_likeliest_text_is_that_of_the_plain_model(
             for _ in range(24):
                 ids.append(int(plain(torch.tensor([ids[-32:]]))[0, -1, :300].argmax()))
         expected.append(tokenizer.decode(ids))
-    assert [sample(run_directory(trained), prompt, 24, temperature=0) for prompt in PROMPTS] == expected
-    place = locate(run_directory(trained), None)
+    assert [
+        sample(run_directory(trained.run), prompt, 24, temperature=0) for prompt in PROMPTS
+    ] == expected
+    place = locate(run_directory(trained.run), None)
     words = [*keys(of), f"--pipeline.schedule={schedule}"]
     asked = config_for(place, words, "sample", defaults=SAME_TEXT)
-    checked = check_sampling(asked, default_world_size(asked, 0), len(PROMPTS))
+    checked = check_sampling(
+        asked, default_world_size(asked.parallel, asked.launch, 0), len(PROMPTS)
+    )
     out = tmp_path / "texts.jsonl"
     work = Sampling(place, SamplingRequest(PROMPTS, 24, temperature=0), out)
     pool.run(sample_rank, int(checked.launch.processes), work, checked)
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == expected
 
 
-def test_it_stops_where_the_model_ends_the_document(trained: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_where_the_model_ends_the_document(
+    trained: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever token the document's end is: of one prompt it comes, the other goes on."""
-    place = locate(run_directory(trained), None)
+    place = locate(run_directory(trained.run), None)
     asked = config_for(place, ["--parallel.pp=1"], "sample", defaults=SAME_TEXT)
     config = check_sampling(asked, 1, 2)
-    mesh = open_mesh(Grid(1, 1, 1), "cpu")
+    mesh = open_mesh(Grid(), "cpu")
     ask = SamplingRequest(("the mesh waits. ", "a rank"), 12, seed=3)
     monkeypatch.setattr(meshwright.inference.sample, "ends_of_document", lambda *_: set())
     free = generate(config, mesh, place, ask)
@@ -161,62 +194,99 @@ def test_seeds_prompts_and_what_is_printed(
 ) -> None:
     def said(*words: str) -> str:
         capfd.readouterr()
-        assert main(["sample", str(run_directory(trained)), "--tokens=8", *words]) == 0
+        assert main(["sample", str(run_directory(trained.run)), "--tokens=8", *words]) == 0
         return capfd.readouterr().out
 
     alone = said("--prompt=a step", "--seed=1")
     assert alone == said("--prompt=a step", "--seed=1") != said("--prompt=a step", "--seed=2")
     out = tmp_path / "texts.jsonl"
-    several = said("--prompt=a step", "--prompt=the", "--prompt=a step", "--seed=1", f"--out={out}", "--top-k=0")
+    several = said(
+        "--prompt=a step",
+        "--prompt=the",
+        "--prompt=a step",
+        "--seed=1",
+        f"--out={out}",
+        "--top-k=0",
+    )
     texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     assert texts[0] != texts[2] and all(text.startswith("a step") for text in (texts[0], texts[2]))
-    assert several == "".join(f"--- {n} of 3\n{visible(text)}\n" for n, text in enumerate(texts, start=1))
+    assert several == "".join(
+        f"--- {n} of 3\n{visible(text)}\n" for n, text in enumerate(texts, start=1)
+    )
 
 
-def test_another_corpus(trained: RunConfig, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The training text, by the path of its pair; bfloat16 is another precision of the same weights."""
+def test_another_corpus(
+    trained: RunConfig, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The training text, by the path of its pair;
+    bfloat16 is another precision of the same weights.
+    """
     out = tmp_path / "found.json"
-    words = ["eval", str(run_directory(trained)), *keys(""), f"--out={out}", "--batches=3"]
+    words = ["eval", str(run_directory(trained.run)), *keys(""), f"--out={out}", "--batches=3"]
     assert main([*words, f"--data={corpus / 'train'}"]) == 0
     found = json.loads(out.read_text())
-    assert (found["data"], found["samples"], found["while_training"]) == (str(corpus / "train"), 24, None)
+    assert (found["data"], found["samples"], found["while_training"]) == (
+        str(corpus / "train"),
+        24,
+        None,
+    )
     assert main([*words, f"--data={corpus}", "--train.dtype=bfloat16"]) == 0
     other = json.loads(out.read_text())
-    assert other["data"] == str(corpus / "validation") and other["loss"] == pytest.approx(found["loss"], rel=0.1)
-    assert main([*words, "--batches=1"]) == 0 and json.loads(out.read_text())["while_training"] is None
+    assert other["data"] == str(corpus / "validation") and other["loss"] == pytest.approx(
+        found["loss"], rel=0.1
+    )
+    assert (
+        main([*words, "--batches=1"]) == 0 and json.loads(out.read_text())["while_training"] is None
+    )
     assert "in bfloat16" in capfd.readouterr().out
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(trained: RunConfig, corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_of_another_tokenizer_is_refused(
+    trained: RunConfig, corpus: Path, tmp_path: Path
+) -> None:
     for name in ("validation.bin", "validation.idx", "fingerprint.json"):
         (tmp_path / name).write_bytes((corpus / name).read_bytes())
     tree = json.loads((corpus / "tokenizer.json").read_text())
     tree["model"]["merges"] = tree["model"]["merges"][:-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="another tokenizer than the run's", check=has_code("MW-INFERENCE-006")):
-        with_corpus(trained, tmp_path)
+    with pytest.raises(
+        DataError, match="another tokenizer than the run's", check=has_code("MW-INFERENCE-006")
+    ):
+        with_corpus(trained.data, tmp_path)
 
 
 def test_what_cannot_be_used_is_one_message(
     trained: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = str(run_directory(trained))
+    run = str(run_directory(trained.run))
     for words, said in [
         (["eval", run, "--step=7"], "has no checkpoint of step 7; it has those of steps 5, 10"),
         (["eval", f"{run}/checkpoints/step-00000005", "--step=10"], "is the checkpoint of step 5"),
-        (["eval", str(run_directory(trained).parent)], "is not a run, but contains"),
-        (["eval", run, "--optimizer.eps=1e-3"], "optimizer.eps: eval uses the run's own configuration"),
+        (["eval", str(run_directory(trained.run).parent)], "is not a run, but contains"),
+        (
+            ["eval", run, "--optimizer.eps=1e-3"],
+            "optimizer.eps: eval uses the run's own configuration",
+        ),
         (["eval", run, "--parallel.pp=9"], "9 stages"),
         (["eval", run, f"--data={tmp_path}"], "holds no corpus"),
         (["eval", run, f"--data={tmp_path / 'none'}"], "there is no corpus at"),
-        (["eval", run, f"--out={tmp_path}"], "there is a folder of that name; name a file, such as"),
-        (["sample", run, "--prompt=x", f"--out={run}/metrics.jsonl/x"], "is a file, and nothing can lie below it"),
+        (
+            ["eval", run, f"--out={tmp_path}"],
+            "there is a folder of that name; name a file, such as",
+        ),
+        (
+            ["sample", run, "--prompt=x", f"--out={run}/metrics.jsonl/x"],
+            "is a file, and nothing can lie below it",
+        ),
         (["sample", run, "--prompt=x", "--parallel.dp=2"], "parallel.dp has no use here"),
         (["sample", run, "--prompt=x", "--step=6"], "has no checkpoint of step 6"),
     ]:
         assert main(words) == 2
         shown = capfd.readouterr()
-        assert said in shown.err and "Traceback" not in shown.err and shown.out == "", (words, shown)
+        assert said in shown.err and "Traceback" not in shown.err and shown.out == "", (
+            words,
+            shown,
+        )
 
 
 def test_a_damaged_checkpoint_is_passed_over(
@@ -224,7 +294,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 ) -> None:
     """As when a run goes on; and a checkpoint that was copied out of its run is enough."""
     run = tmp_path / "copied"
-    shutil.copytree(run_directory(trained), run)
+    shutil.copytree(run_directory(trained.run), run)
     newest = run / "checkpoints" / "step-00000010"
     file = next(newest.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -233,7 +303,10 @@ def test_a_damaged_checkpoint_is_passed_over(
     words = [*keys(""), "--batches=1"]
     assert main(["eval", str(run), *words]) == 0
     shown = capfd.readouterr()
-    assert "step-00000005, step 5, on dp1 x pp1 x tp1" in shown.out and f"{file}: its sha256" in shown.err
+    assert (
+        "step-00000005, step 5, on dp1 x pp1 x tp1" in shown.out
+        and f"{file}: its sha256" in shown.err
+    )
     assert main(["eval", str(newest), *words]) == 2
     assert f"{file}: its sha256" in capfd.readouterr().err
     alone = tmp_path / "alone"
@@ -243,10 +316,12 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 
 @pytest.mark.torture
-def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Path, shell: Shell) -> None:
+def test_ranks_are_started_as_those_that_train(
+    trained: RunConfig, tmp_path: Path, shell: Shell
+) -> None:
     """By the command itself, and by torchrun: pp 2, as the run has it."""
-    run, out = str(run_directory(trained)), tmp_path / "found.json"
-    logs = sorted(run_directory(trained).rglob("*"))
+    run, out = str(run_directory(trained.run)), tmp_path / "found.json"
+    logs = sorted(run_directory(trained.run).rglob("*"))
     done = shell.run("-m", "meshwright_launch", "eval", run, "--parallel.dp=1", f"--out={out}")
     assert (done.returncode, done.stderr) == (0, "") and "on dp1 x pp2 x tp1" in done.stdout
     logged = [line["validation/loss"] for line in lines(trained) if "validation/loss" in line][-1]
@@ -254,19 +329,33 @@ def test_ranks_are_started_as_those_that_train(trained: RunConfig, tmp_path: Pat
     words = ("sample", run, "--prompt=the mesh", "--temperature=0", "--tokens=12")
     alone = shell.run("-m", "meshwright_launch", *words)
     together = shell.run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch", *words
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "meshwright_launch",
+        *words,
     )
     assert (alone.returncode, together.returncode) == (0, 0)
     assert alone.stdout == together.stdout and len(alone.stdout) > len("the mesh\n")
-    assert sorted(run_directory(trained).rglob("*")) == logs, "nothing is written into the run"
+    assert sorted(run_directory(trained.run).rglob("*")) == logs, "nothing is written into the run"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [["eval"], ["sample", "--prompt", "a", "--tokens", "2"]])
 def test_a_reader_that_has_gone_is_no_failure(trained: RunConfig, words: list[str]) -> None:
     """`meshwright eval RUN | head -1`, on ranks of their own."""
     theirs, ours = os.pipe()
     os.close(theirs)
-    said = ["-m", "meshwright_launch", words[0], str(run_directory(trained)), *words[1:], *keys("pp2")]
+    said = [
+        "-m",
+        "meshwright_launch",
+        words[0],
+        str(run_directory(trained.run)),
+        *words[1:],
+        *keys("pp2"),
+    ]
     done = Shell(ROOT).run(*said, stdout=ours)
     os.close(ours)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -1,4 +1,6 @@
-"""Which tokens count, in training and in validation: against the plain model and the corpus's bytes."""
+"""Which tokens count, in training and in validation:
+against the plain model and the corpus's bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,42 @@ from meshwright.data import fingerprint
 from meshwright.data.order import SampleOrder
 from meshwright.run.directory import run_directory
 from meshwright_launch.pool import RankPool
-from tests.end_to_end.driving import GPT2, LATER, initial_weights, layout, lines, run_config, size, tensors, train
+from tests.end_to_end.driving import (
+    GPT2,
+    LATER,
+    initial_weights,
+    layout,
+    lines,
+    run_config,
+    size,
+    tensors,
+    train,
+)
+from tests.support.marks import long_row
 
 LENGTH = 32
 
 
 def tokens_of(prefix: Path) -> NDArray[np.int64]:
-    """All tokens of a corpus, from its bytes."""
+    """Return all tokens of a corpus, from its bytes."""
     return np.fromfile(f"{prefix}.bin", dtype=np.uint16).astype(np.int64)
 
 
 def window(stream: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """The tokens of a sample and, last, the label of its last token."""
+    """Return the tokens of a sample and, last, the label of its last token."""
     return stream[number * LENGTH : (number + 1) * LENGTH + 1]
 
 
 def plain_loss(directory: Path, windows: Iterable[NDArray[np.int64]], end: int | None) -> float:
-    """Mean loss of the saved weights over the labels that count; plain torch, one sample at a time."""
+    """Mean loss of the saved weights over the labels that count; plain torch,
+    one sample at a time.
+    """
     model = meshwright_models.gpt2.build(**GPT2).double().eval()
-    saved = {name.removeprefix("weights/"): t for name, t in tensors(directory).items() if name.startswith("weights/")}
+    saved = {
+        name.removeprefix("weights/"): t
+        for name, t in tensors(directory).items()
+        if name.startswith("weights/")
+    }
     assert not model.load_state_dict(saved, strict=False).unexpected_keys
     loss_sum, count = 0.0, 0
     with torch.no_grad():
@@ -56,10 +75,10 @@ def end_of_document(corpus: Path) -> int:
 @pytest.mark.parametrize(
     ("text", "masked"),
     [
-        ("", False),
+        long_row("", False),
         ("", True),
-        ("dp2,pp2,tp2", True),
-        ("tp2,sequence", False),
+        long_row("dp2,pp2,tp2", True),
+        long_row("tp2,sequence", False),
         LATER("dp2,pp2,tp2", False),
         LATER("tp2,sequence", True),
     ],
@@ -83,11 +102,13 @@ def test_validation_sees_every_sample_once_and_the_last_batch_may_be_short(
     assert "validation/loss" not in lines(config)[0]
     loss = lines(config)[1]["validation/loss"]
     samples = [window(held_out, number) for number in range(num_samples)]
-    assert math.isclose(loss, plain_loss(run_directory(config), samples, end), rel_tol=1e-12)
+    assert math.isclose(loss, plain_loss(run_directory(config.run), samples, end), rel_tol=1e-12)
     assert f"validation loss  {loss:.4f} nats per token\nunigram baseline  " in said
 
 
-def test_the_validation_is_cut_to_what_was_asked(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+def test_the_validation_is_cut_to_what_was_asked(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
     config = run_config(
         corpus,
         tmp_path,
@@ -97,15 +118,17 @@ def test_the_validation_is_cut_to_what_was_asked(corpus: Path, tmp_path: Path, p
     train(pool, config)
     assert ["validation/loss" in line for line in lines(config)] == [False, True, True]
     samples = [window(tokens_of(corpus / "validation"), number) for number in range(16)]
-    expected = plain_loss(run_directory(config), samples, None)
+    expected = plain_loss(run_directory(config.run), samples, None)
     assert math.isclose(lines(config)[2]["validation/loss"], expected, rel_tol=1e-12)
 
 
-@pytest.mark.parametrize("text", ["", "dp2,pp2", LATER("dp2,tp2,sequence")])
+@pytest.mark.parametrize("text", ["", long_row("dp2,pp2"), LATER("dp2,tp2,sequence")])
 def test_labels_after_the_end_of_a_document_do_not_count(
     text: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    """Counted from the bytes; the loss of the first step is the plain model's over the labels that count."""
+    """Counted from the bytes; the loss of the first step is the plain model's over the labels that
+    count.
+    """
     config = run_config(
         corpus,
         tmp_path,
@@ -120,7 +143,10 @@ def test_labels_after_the_end_of_a_document_do_not_count(
     samples = [window(stream, order(index)) for index in range(16)]
     num_counted = [int((sample[:-1] != end).sum()) for sample in samples]
     assert min(num_counted) < LENGTH
-    assert [line["train/tokens"] for line in lines(config)] == [sum(num_counted[:8]), sum(num_counted)]
+    assert [line["train/tokens"] for line in lines(config)] == [
+        sum(num_counted[:8]),
+        sum(num_counted),
+    ]
     pool.run(initial_weights, size(config), config, str(tmp_path / "initial"))
     expected = plain_loss(tmp_path / "initial", samples[:8], end)
     assert math.isclose(lines(config)[0]["train/loss"], expected, rel_tol=1e-12)

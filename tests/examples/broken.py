@@ -48,7 +48,7 @@ class OwnMean(nn.Module):
 
 
 def model(kind: str) -> nn.Sequential:
-    """A classifier of 16 x 16 images with one fault in the middle."""
+    """Return a classifier of 16 x 16 images with one fault in the middle."""
     layers: dict[str, list[nn.Module]] = {
         "in_place": [nn.ReLU(inplace=True)],
         "branch": [Branches(item=False)],
@@ -96,7 +96,7 @@ def data(split: str, kind: str) -> Data:
 
 
 def counted(channels: int = 4) -> nn.Sequential:
-    """The convolutional network, two layers deep."""
+    """Return the convolutional network, two layers deep."""
     return convnet.build(channels, depth=2)
 
 

@@ -117,7 +117,9 @@ class Slow(Stateful):
 
 
 class CountedPlain(Plain):
-    """Counts how often it is built, and the samples that are read, of all objects of this process."""
+    """Counts how often it is built, and the samples that are read,
+    of all objects of this process.
+    """
 
     built = read = 0
 

@@ -1,4 +1,6 @@
-"""What cannot work is said before launch where it can be seen there: the value, the place, the next move."""
+"""What cannot work is said before launch where it can be seen there: the value, the place,
+the next move.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,13 @@ def said(runs: Path, *args: str, **sections: Any) -> str:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("in_place", "layer 2 (ReLU) overwrites, in place, a tensor (2, 8) that its stage received"),
+        (
+            "in_place",
+            "layer 2 (ReLU) overwrites, in place, a tensor (2, 8) that its stage received",
+        ),
         ("branch", "layer 2 (Branches) reads values of its input (.item(), a Python `if`"),
         ("item", "layer 2 (Branches) reads values of its input (.item(), a Python `if`"),
-        ("pattern", "sharding_plan['linaer'] = 'column' names no module of the model"),
+        ("pattern", "sharding_plan: 'linaer' matches no module of the model"),
     ],
 )
 def test_a_model_that_cannot_be_cut(model: str, message: str, tmp_path: Path) -> None:
@@ -64,7 +69,10 @@ def test_running_statistics_where_they_cannot_be(tmp_path: Path) -> None:
     assert "set parallel.dp = 1" in message and "GroupNorm" in message
     message = said(tmp_path, "own_mean", pipeline={"recompute": "full", "balance": [2, 2]})
     assert message.startswith(first + "pipeline.recompute computes 2 again in backward")
-    check(config_of(tmp_path, "own_mean", pipeline={"recompute": "full", "recompute_layers": ["1"]}), 2)
+    check(
+        config_of(tmp_path, "own_mean", pipeline={"recompute": "full", "recompute_layers": ["1"]}),
+        2,
+    )
     check(config_of(tmp_path, "batch_norm", pipeline={"recompute": "full"}), 2)
 
 
@@ -74,7 +82,13 @@ def test_running_statistics_where_they_cannot_be(tmp_path: Path) -> None:
         ("raises first", "sample 0 of 16 failed at "),
         ("no pair", "sample 0 is a Tensor: return (inputs, labels)"),
         ("text", "sample 0 holds a value that is no number"),
-        ("ragged", "sample 15 has (1, 15, 16) float32, () int64 where sample 0 has (1, 16, 16) float32, () int64"),
+        (
+            "ragged",
+            (
+                "sample 15 has (1, 15, 16) float32, () int64 where sample 0 has (1, 16, 16)"
+                " float32, () int64"
+            ),
+        ),
     ],
 )
 def test_samples_that_no_stage_can_take(data: str, message: str, tmp_path: Path) -> None:
@@ -90,8 +104,10 @@ def test_samples_that_no_stage_can_take(data: str, message: str, tmp_path: Path)
     ],
 )
 def test_a_sample_in_the_middle(data: str, message: str, tmp_path: Path) -> None:
-    """Found when it is read: also where a micro-batch is a single sample, which nothing else would notice."""
-    samples = open_dataset(config_of(tmp_path, sample=data), "train")
+    """Found when it is read: also where a micro-batch is a single sample,
+    which nothing else would notice.
+    """
+    samples = open_dataset(config_of(tmp_path, sample=data).data, "train")
     assert samples is not None
     with pytest.raises(DataError, match=message, check=has_code("MW-DATA-009", "MW-DATA-013")):
         samples.sample(5)
@@ -100,7 +116,9 @@ def test_a_sample_in_the_middle(data: str, message: str, tmp_path: Path) -> None
 def test_builders_with_typing_errors(tmp_path: Path) -> None:
     data = {"builder": "tests.examples.broken:dat", "options": {}}
     assert "did you mean tests.examples.broken:data?" in said(tmp_path, "batch_norm", data=data)
-    assert "cannot import tests.exmples" in said(tmp_path, "batch_norm", data=data | {"builder": "tests.exmples.a:b"})
+    assert "cannot import tests.exmples" in said(
+        tmp_path, "batch_norm", data=data | {"builder": "tests.exmples.a:b"}
+    )
 
 
 def test_through_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -110,4 +128,6 @@ def test_through_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[s
     path.write_text(to_toml(config_of(tmp_path, "own_mean", parallel={"dp": 2})))
     assert main(["train", str(path)]) == 2
     found = capfd.readouterr()
-    assert "each replica would keep its own" in found.err and "Traceback" not in found.err + found.out
+    assert (
+        "each replica would keep its own" in found.err and "Traceback" not in found.err + found.out
+    )

@@ -1,4 +1,6 @@
-"""Tokenised Hugging Face datasets: map-style and streamed, on layouts and over a resume, without any network."""
+"""Tokenised Hugging Face datasets: map-style and streamed, on layouts and over a resume,
+without any network.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.end_to_end.driving import changed, exact_losses, train
 from tests.examples.test_streams import config_of
 from tests.support.layouts import samples
 
-datasets = pytest.importorskip("datasets", reason="needs the package datasets (pip install datasets)")
+datasets = pytest.importorskip(
+    "datasets", reason="needs the package datasets (pip install datasets)"
+)
 LENGTH, ROWS = 8, 29
 
 
@@ -63,9 +67,14 @@ def test_rows_become_tokens_and_next_tokens(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("a connection"))
     source, validation = open_sources(hf_config(tmp_path, saved / place, streaming=streaming))
-    assert (validation is None) == (place != "both") and isinstance(source, StreamSource) == streaming
+    assert (validation is None) == (place != "both") and isinstance(
+        source, StreamSource
+    ) == streaming
     found = samples(source, 0, ROWS)
-    numbers = [index if isinstance(source, StreamSource) else source.order(index) or 0 for index in range(ROWS)]
+    numbers = [
+        index if isinstance(source, StreamSource) else source.order(index) or 0
+        for index in range(ROWS)
+    ]
     for at, number in enumerate(numbers):
         assert (found.inputs[at].tolist(), found.labels[at].tolist()) == expected(number)
     assert sorted(numbers) == list(range(ROWS))
@@ -105,7 +114,9 @@ def test_a_shuffle_buffer_is_refused(saved: Path, tmp_path: Path) -> None:
         ({"tokens": "ids"}, "has no column 'ids', only input_ids, labels"),
     ],
 )
-def test_what_cannot_be_opened(saved: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_opened(
+    saved: Path, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(DataError, match=said):
         draw_blueprint(hf_config(tmp_path, **{"path": saved / "one", **options}))
 
@@ -116,7 +127,10 @@ def test_layouts_and_a_resume(pool: RankPool, saved: Path, tmp_path: Path, strea
     layouts = [parse_layout(text) for text in ("dp2,pp2,tp2", "dp2,zero3")]
     report = verify(config, layouts, pool, global_batch=8, steps=2)
     assert report.passed, report.table()
-    whole, parts = (hf_config(tmp_path, saved / "both", name, streaming=streaming) for name in ("whole", "parts"))
+    whole, parts = (
+        hf_config(tmp_path, saved / "both", name, streaming=streaming)
+        for name in ("whole", "parts")
+    )
     train(pool, whole)
     train(pool, changed(parts, train={"steps": 3}))
     train(pool, changed(parts, train={"steps": 6}))

@@ -27,7 +27,7 @@ open("found.json", "w").write(json.dumps(found))
 
 
 def run(folder: Path) -> dict[str, Any]:
-    """What the variables of the notebook are after its last cell."""
+    """Return what the variables of the notebook are after its last cell."""
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(NOTEBOOK)],
         cwd=folder,
@@ -42,7 +42,8 @@ def run(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.torture  # the block of docs/python.md is its smaller brother, in tests/docs/test_python.py
+# the block of docs/python.md is its smaller brother, in tests/docs/test_python.py
+@pytest.mark.torture
 def test_the_notebook_trains_resumes_evaluates_and_samples(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert (found["begin"], found["resumed"], found["stages"]) == (0, 6, 1)

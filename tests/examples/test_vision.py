@@ -1,4 +1,6 @@
-"""The example: its models through the same door as anyone's, and running statistics through verify and checkpoints."""
+"""The example: its models through the same door as anyone's,
+and running statistics through verify and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch
 from meshwright.config import RunConfig, load
 from meshwright.errors import CheckpointError
 from meshwright.run.directory import run_directory
-from meshwright.verify import default_layouts, parse_layout, traits_of, verify
+from meshwright.traits import left_out, traits_of
+from meshwright.verify import default_layouts, parse_layout, verify
 from meshwright_launch.cli import main
 from meshwright_launch.pool import RankError, RankPool
 from tests.end_to_end.driving import changed, differing, exact_losses, lines, tensors, train
@@ -26,7 +29,7 @@ def config_of(name: str, *overrides: str) -> RunConfig:
 
 
 def small(runs: Path, name: str = "run", **sections: Any) -> RunConfig:
-    """The convolutional network with less of everything."""
+    """Return the convolutional network with less of everything."""
     config = config_of("convnet.toml", "--model.options.channels=4", "--model.options.depth=3")
     return changed(
         config,
@@ -43,14 +46,22 @@ def prove(config: RunConfig, layouts: list[str], pool: RankPool) -> None:
     assert report.passed, report.table()
 
 
+@pytest.mark.long
 def test_the_transformer_with_and_without_its_plan(pool: RankPool) -> None:
     options = ("--model.options.depth=2", "--model.options.width=16", "--model.options.dropout=0.1")
     prove(config_of("config.toml", *options), ["dp2,pp2,zb_h1"], pool)
-    prove(config_of("config.toml", *options, "--model.options.sharded=true"), ["dp2,pp2,tp2,mbs2"], pool)
+    prove(
+        config_of("config.toml", *options, "--model.options.sharded=true"),
+        ["dp2,pp2,tp2,mbs2"],
+        pool,
+    )
 
 
+@pytest.mark.long
 def test_running_statistics_are_those_of_one_process(pool: RankPool, tmp_path: Path) -> None:
-    prove(small(tmp_path), ["pp2,mbs2,zb_h1", "pp4,mbs2,gpipe", "pp2,mbs4", "dp2,pp2,mbs2,full"], pool)
+    prove(
+        small(tmp_path), ["pp2,mbs2,zb_h1", "pp4,mbs2,gpipe", "pp2,mbs4", "dp2,pp2,mbs2,full"], pool
+    )
 
 
 def test_running_statistics_that_are_off_are_seen(
@@ -68,26 +79,46 @@ def test_running_statistics_that_are_off_are_seen(
 
     monkeypatch.setattr(run, "run_reference", other)
     report = verify(small(tmp_path), [parse_layout("pp2,mbs2")], pool, global_batch=8, steps=1)
-    assert [problem for row in report.rows for problem in row.problems if "first layer1.norm.running_var" in problem]
+    assert [
+        problem
+        for row in report.rows
+        for problem in row.problems
+        if "first layer1.norm.running_var" in problem
+    ]
 
 
-def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(
+    pool: RankPool, tmp_path: Path
+) -> None:
     whole = small(tmp_path, "whole", parallel={"pp": 2})
     said = train(pool, whole)
     assert "nats per label" in said
-    parted = small(tmp_path, "parted", parallel={"pp": 2}, train={"steps": 2, "validate_every": 4, "validate_steps": 2})
+    parted = small(
+        tmp_path,
+        "parted",
+        parallel={"pp": 2},
+        train={"steps": 2, "validate_every": 4, "validate_steps": 2},
+    )
     train(pool, parted)
-    train(pool, changed(parted, train={"steps": 4}, parallel={"pp": 4}, pipeline={"schedule": "zb_h1"}))
+    train(
+        pool,
+        changed(parted, train={"steps": 4}, parallel={"pp": 4}, pipeline={"schedule": "zb_h1"}),
+    )
     assert exact_losses(parted) == exact_losses(whole)
     assert lines(parted)[-1]["validation/loss"] == lines(whole)[-1]["validation/loss"]
-    saved = tensors(run_directory(whole))
-    assert differing(tensors(run_directory(parted)), saved) == []
-    assert saved["weights/layer0.norm.num_batches_tracked"] == 4 * 4, "each micro-batch of each step once"
-    _, layers = load_plain(run_directory(whole))
-    assert torch.equal(layers.get_buffer("layer2.norm.running_var"), saved["weights/layer2.norm.running_var"])
+    saved = tensors(run_directory(whole.run))
+    assert differing(tensors(run_directory(parted.run)), saved) == []
+    assert saved["weights/layer0.norm.num_batches_tracked"] == 4 * 4, (
+        "each micro-batch of each step once"
+    )
+    _, layers = load_plain(run_directory(whole.run))
+    assert torch.equal(
+        layers.get_buffer("layer2.norm.running_var"), saved["weights/layer2.norm.running_var"]
+    )
     evaluated = [
         "eval",
-        str(run_directory(whole)),
+        str(run_directory(whole.run)),
         "--trust-code",
         "--parallel.pp=1",
         f"--out={tmp_path / 'found.json'}",
@@ -99,12 +130,16 @@ def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(pool: Ran
     assert (found["bytes"], found["bits_per_byte"], found["samples"]) == (None, None, 16)
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_with_other_images(pool: RankPool, tmp_path: Path) -> None:
     """The dataset's options may change, as where its files lie may; its samples may not."""
     config = small(tmp_path, train={"steps": 2})
     train(pool, config)
     later = changed(config, train={"steps": 4})
-    for options, what in (({"classes": 8, "noise": 0.6}, "sample 0"), ({"classes": 8, "size": 8}, "sample 8191")):
+    for options, what in (
+        ({"classes": 8, "noise": 0.6}, "sample 0"),
+        ({"classes": 8, "size": 8}, "sample 8191"),
+    ):
         with pytest.raises(RankError, match=f"data fingerprint '{what}' was ") as caught:
             train(pool, changed(later, data={"options": options}))
         assert isinstance(caught.value.__cause__, CheckpointError)
@@ -112,21 +147,28 @@ def test_a_run_does_not_go_on_with_other_images(pool: RankPool, tmp_path: Path) 
     assert "data.options.noise: not set -> 0.7" in said
 
 
+@pytest.mark.long
 def test_the_layouts_that_a_model_can_have() -> None:
     plain = config_of("config.toml")
     layouts = default_layouts(plain, traits_of(plain), 8).layouts
-    assert {layout.tp for layout in layouts} == {1} and {layout.dp for layout in layouts} >= {1, 2, 4}
-    assert traits_of(plain).left_out() == ["tp: the model has no sharding_plan"]
+    assert {layout.tp for layout in layouts} == {1} and {layout.dp for layout in layouts} >= {
+        1,
+        2,
+        4,
+    }
+    assert left_out(traits_of(plain))[0] == "tp: the model has no sharding_plan"
 
     sharded = config_of("config.toml", "--model.options.sharded=true")
     layouts = default_layouts(sharded, traits_of(sharded), 8).layouts
     assert any(min(layout.dp, layout.pp, layout.tp) == 2 for layout in layouts)
     assert not any(layout.sequence for layout in layouts)
-    assert "sequence parallelism: a sample has one label" in traits_of(sharded).left_out()[0]
+    assert "sequence: a sample has one label" in left_out(traits_of(sharded))[0]
 
     kept = config_of("convnet.toml")
     layouts = default_layouts(kept, traits_of(kept), 8).layouts
-    assert {layout.tp * layout.cp for layout in layouts} == {1} and {layout.dp for layout in layouts} >= {1, 2}
+    assert {layout.tp * layout.cp for layout in layouts} == {1} and {
+        layout.dp for layout in layouts
+    } >= {1, 2}
     assert {layout.micro_batch_size for layout in layouts} == {2}
     assert {layout.pp for layout in layouts} == {1, 2, 4}
     assert {layout.schedule for layout in layouts} >= {"1f1b", "gpipe", "zb_h1"}

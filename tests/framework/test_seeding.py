@@ -10,22 +10,23 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from meshwright.errors import ModelError
-from meshwright.seeding import Draw, SeededDropout, derive, restart_calls, seed_dropouts, seeded
-from tests.support.errors import has_code
+from meshwright.current import CurrentMicrobatch
+from meshwright.seeding import SeededDropout, derive, restart_calls, seed_dropouts, seeded
+from tests.support.errors import raises
 
 
 def dropout(p: float = 0.25, name: str = "block0.dropout", seed: int = 7) -> SeededDropout:
-    return SeededDropout(p, seed, name, Draw())
+    return SeededDropout(p, seed, name, CurrentMicrobatch())
 
 
 def mask(module: SeededDropout, samples: list[int], *shape: int) -> Tensor:
     """(B, ...) True where kept, for these samples."""
-    module.draw.sample_indices = torch.tensor(samples)
+    module.current.sample_indices = torch.tensor(samples)
     return module.mask(torch.Size((len(samples), *shape)), torch.device("cpu"))
 
 
-# ---------------------------------------------------------------------------------------------------------- statistics
+# ----------------------------------------------------------------------------------------------------------
+# statistics
 
 
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9])
@@ -41,7 +42,9 @@ def chi_square(counts: Tensor, expected: float) -> float:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_no_sample_row_or_column_is_favoured(dim: int) -> None:
-    """Kept elements per index of each dim: chi-square with 63 degrees of freedom, mean 63, deviation 11."""
+    """Kept elements per index of each dim: chi-square with 63 degrees of freedom, mean 63,
+    deviation 11.
+    """
     p = 0.3
     kept = mask(dropout(p), list(range(64)), 64, 64)
     others = [d for d in range(3) if d != dim]
@@ -50,7 +53,9 @@ def test_no_sample_row_or_column_is_favoured(dim: int) -> None:
 
 
 def test_neighbours_are_independent() -> None:
-    """Of all pairs of neighbours along each dim (p/2 + ..): four equal classes at p = 0.5; 3 degrees of freedom."""
+    """Of all pairs of neighbours along each dim (p/2 + ..): four equal classes at p = 0.5;
+    3 degrees of freedom.
+    """
     kept = mask(dropout(0.5), list(range(32)), 64, 64).long()
     for dim in range(3):
         length = kept.shape[dim]
@@ -73,7 +78,8 @@ def test_masks_differ_between_layers_samples_and_seeds() -> None:
         assert differ_like_strangers(one, mask(dropout(0.5), [sample], 50, 50)), sample
 
 
-# ------------------------------------------------------------------------------------------------- the same everywhere
+# -------------------------------------------------------------------------------------------------
+# the same everywhere
 
 
 def test_a_mask_does_not_know_its_batch() -> None:
@@ -105,26 +111,31 @@ def test_shards_of_another_dim() -> None:
 
 
 def test_a_repeated_forward_draws_the_same_mask() -> None:
-    """Also after others have drawn, and after torch's own generator has moved on: recomputation relies on it."""
+    """Also after others have drawn, and after torch's own generator has moved on:
+    recomputation relies on it.
+    """
     module = dropout(0.5)
-    module.draw.sample_indices = torch.tensor([1, 2])
+    module.current.sample_indices = torch.tensor([1, 2])
     x = torch.ones(2, 5, 7)
     first = module(x)
     torch.rand(3)
     mask(dropout(0.5, "other"), [9], 4)
-    module.draw.sample_indices = torch.tensor([1, 2])
+    module.current.sample_indices = torch.tensor([1, 2])
     restart_calls([module])
     assert torch.equal(module(x), first)
 
 
 def test_a_golden_mask() -> None:
-    """These very bits, on every machine and torch: whoever changes the draw changes everybody's resumed run."""
-    module = SeededDropout(0.5, 1234, "block0.after_mlp", Draw())
+    """These very bits, on every machine and torch:
+    whoever changes the draw changes everybody's resumed run.
+    """
+    module = SeededDropout(0.5, 1234, "block0.after_mlp", CurrentMicrobatch())
     bits = mask(module, [0, 41], 2, 8).flatten().tolist()
     assert "".join("x" if kept else "." for kept in bits) == GOLDEN_MASK
 
 
-# ------------------------------------------------------------------------------------------------------- as nn.Dropout
+# -------------------------------------------------------------------------------------------------------
+# as nn.Dropout
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -144,14 +155,16 @@ def test_values_and_gradients(dtype: torch.dtype) -> None:
 def test_the_expected_value_is_the_input() -> None:
     """Within five standard deviations of the mean of 80,000 elements."""
     module = dropout(0.3)
-    module.draw.sample_indices = torch.arange(50)
+    module.current.sample_indices = torch.arange(50)
     found = float(module(torch.ones(50, 40, 40, dtype=torch.float64)).mean())
     assert abs(found - 1.0) < 5 * math.sqrt(0.3 / 0.7 / 80_000)
 
 
 def test_the_share_spreads_over_seeds_as_chance_does() -> None:
     """The share kept under 300 seeds, in standard deviations from 1 - p: mean 0, deviation 1."""
-    shares = torch.stack([mask(dropout(0.3, seed=seed), [0, 1], 20, 20).double().mean() for seed in range(300)])
+    shares = torch.stack(
+        [mask(dropout(0.3, seed=seed), [0, 1], 20, 20).double().mean() for seed in range(300)]
+    )
     z = (shares - 0.7) / math.sqrt(0.3 * 0.7 / 800)
     assert abs(float(z.mean())) < 5 / math.sqrt(300)
     assert 0.8 < float(z.std()) < 1.2
@@ -172,22 +185,20 @@ def test_nobody_s_samples_are_a_mistake_of_ours() -> None:
 
 def test_every_dropout_of_a_model_gets_its_own_name() -> None:
     model = nn.Sequential(
-        OrderedDict(
-            first=nn.Dropout(0.1),
-            block=nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.2)),
-        )
+        OrderedDict(first=nn.Dropout(0.1), block=nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.2)))
     )
-    draw = seed_dropouts(model, 5)
+    current = seed_dropouts(model, 5)
     found = {name: m for name, m in model.named_modules() if isinstance(m, SeededDropout)}
     assert {name: (m.name, m.p) for name, m in found.items()} == {
         "first": ("first", 0.1),
         "block.1": ("block.1", 0.2),
     }
-    assert all(m.draw is draw for m in found.values())
+    assert all(m.current is current for m in found.values())
     assert len({int(m.key) for m in found.values()}) == 2
 
 
-# --------------------------------------------------------------------------------------------------------------- seeds
+# ---------------------------------------------------------------------------------------------------------------
+# seeds
 
 
 def test_derive_is_the_same_everywhere() -> None:
@@ -199,7 +210,11 @@ def test_derive_is_the_same_everywhere() -> None:
 
 def test_derived_seeds_are_told_apart() -> None:
     """By each name, by where one ends and the next begins, and they fit into a generator."""
-    seeds = [derive(s, *names) for s in (0, 1, 10) for names in ((), ("a",), ("a", "b"), ("ab",), ("a", 1), ("b", "a"))]
+    seeds = [
+        derive(s, *names)
+        for s in (0, 1, 10)
+        for names in ((), ("a",), ("a", "b"), ("ab",), ("a", 1), ("b", "a"))
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -222,27 +237,33 @@ GOLDEN_MASK = "x...xx.........x.xxxxx.x.xxxx..."
 
 
 def test_a_layer_that_computes_itself_again_is_refused() -> None:
-    """Its second forward knows neither its samples nor how often the dropout was called in the first."""
+    """Its second forward knows neither its samples nor how often the dropout was called in the
+    first.
+    """
     layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    draw = seed_dropouts(layers, 3)
-    draw.sample_indices = torch.arange(2)
-    found = torch.utils.checkpoint.checkpoint(layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
-    with pytest.raises(
-        ModelError, match=r"dropout 1 runs inside backward.*pipeline\.recompute", check=has_code("MW-RUN-031")
-    ):
+    current = seed_dropouts(layers, 3)
+    current.sample_indices = torch.arange(2)
+    found = torch.utils.checkpoint.checkpoint(
+        layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False
+    )
+    with raises("MW-RUN-031", "dropout 1"):
         found.sum().backward()
-    draw.is_recompute = True
+    current.is_recompute = True
     layers[1].num_calls = 0
-    found = torch.utils.checkpoint.checkpoint(layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+    found = torch.utils.checkpoint.checkpoint(
+        layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False
+    )
     layers[1].num_calls = 0
     found.sum().backward()
 
 
 def test_a_dropout_on_rows_that_are_no_samples_says_so() -> None:
     """Tokens of all samples in one dim, as ``x.view(-1, D)`` makes them."""
-    dropout = SeededDropout(0.5, 0, "block0.drop", Draw(sample_indices=torch.arange(2))).train()
+    dropout = SeededDropout(
+        0.5, 0, "block0.drop", CurrentMicrobatch(sample_indices=torch.arange(2))
+    ).train()
     assert dropout(torch.ones(2, 3, 4)).shape == (2, 3, 4)
     for x in (torch.ones(6, 4), torch.ones(3, 2, 4), torch.ones(())):
-        with pytest.raises(ModelError, check=has_code("MW-MODEL-056")) as error:
+        with raises("MW-MODEL-056") as error:
             dropout(x)
         assert "block0.drop" in error.value.message and "2 samples" in error.value.message

@@ -1,4 +1,4 @@
-"""A process that CUDA may be used in, and references computed once."""
+"""A process that CUDA may be used in."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.framework.verify.cases import References
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
 
 @pytest.fixture(scope="module")
 def on_device() -> Iterator[Callable[..., Any]]:
     """``on_device(function, *args)``: in one process that is nobody's fork."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        yield lambda function, *args, **options: executor.submit(function, *args, **options).result()
+        yield lambda function, *args, **options: executor.submit(
+            function, *args, **options
+        ).result()

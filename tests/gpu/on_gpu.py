@@ -1,4 +1,6 @@
-"""What the tests of CUDA run in processes of their own: CUDA and the test session's forked ranks do not mix."""
+"""What the tests of CUDA run in processes of their own:
+CUDA and the test session's forked ranks do not mix.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from torch.nn import functional
 
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.data_parallel.replica import StageReplica
+from meshwright.current import CurrentMicrobatch
+from meshwright.data_parallel.replica import BucketReplica
 from meshwright.errors import UserError
 from meshwright.mesh.device import peak_memory_bytes, pick_device
 from meshwright.mesh.grid import Grid
@@ -28,7 +31,7 @@ from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
 from meshwright.schedule.action import Action, actions_of
 from meshwright.schedule.analysis import Span
-from meshwright.seeding import Draw, SeededDropout
+from meshwright.seeding import SeededDropout
 from meshwright.step import take_step
 from meshwright.tensor_parallel import megatron
 from meshwright.verify.rank import open_verify_source, run_layout
@@ -40,19 +43,28 @@ from tests.framework.watch.spoiling import Spoil, spoil
 def parts_of(config: RunConfig) -> Parts:
     """One rank's parts, fed with random tokens."""
     parallel = config.parallel
-    mesh = open_mesh(Grid(*parallel.degrees), config.train.device, share_devices=config.launch.share_devices)
+    mesh = open_mesh(
+        Grid.of(parallel.degrees), config.train.device, share_devices=config.launch.share_devices
+    )
     return build(config, mesh, (open_verify_source(config, random_tokens=True), None))
 
 
-def dropout_mask(device: str, samples: list[int], shape: tuple[int, ...], shard: tuple[int, int, int] | None) -> Tensor:
-    """The mask, on CPU, as drawn on the device."""
-    dropout = SeededDropout(0.3, 1234, "block0.attention.dropout", Draw(torch.tensor(samples, device=device)))
+def dropout_mask(
+    device: str, samples: list[int], shape: tuple[int, ...], shard: tuple[int, int, int] | None
+) -> Tensor:
+    """Return the mask, on CPU, as drawn on the device."""
+    dropout = SeededDropout(
+        0.3,
+        1234,
+        "block0.attention.dropout",
+        CurrentMicrobatch(torch.tensor(samples, device=device)),
+    )
     dropout.shard = shard
     return dropout.to(device).mask(torch.Size((len(samples), *shape)), torch.device(device)).cpu()
 
 
 def timeline(config: RunConfig) -> tuple[list[Action], list[Span]]:
-    """The actions of a row, in order, and when each ran, in a step that is not the first."""
+    """Return the actions of a row, in order, and when each ran, in a step that is not the first."""
     parts = parts_of(config)
     take_step(parts)
     for replica in parts.replicas.values():
@@ -73,14 +85,20 @@ class Stepped(NamedTuple):
 
 
 def restored_optimizer(config: RunConfig) -> Stepped:
-    """Two steps, then two more; and those two once more, from what ``states`` and the weights said between."""
+    """Take two steps, then two more, and those two once more
+    from the states and weights between.
+    """
     parts = parts_of(config)
     for _ in range(2):
         take_step(parts)
     optimizer = parts.optimizer
     kept = [read_states(optimizer, i) for i in range(len(optimizer.shards))]
     moments = [{name: state.clone() for name, state in states.items()} for states, _ in kept]
-    weights = [(bucket.flat.clone(), bucket.master.clone()) for r in parts.replicas.values() for bucket in r.buckets]
+    weights = [
+        (bucket.flat.clone(), bucket.master.clone())
+        for r in parts.replicas.values()
+        for bucket in r.buckets
+    ]
     state = parts.state.step, parts.state.samples_seen
     losses = [take_step(parts).loss for _ in range(2)]
     parts.state.step, parts.state.samples_seen = state
@@ -113,7 +131,9 @@ def losses(config: RunConfig, steps: int, *, deterministic: bool = False) -> lis
 
 
 def streams_of_hooks(device: str) -> tuple[bool, bool]:
-    """(every hook of a gradient ran on the stream that the forward ran on, and on another thread)."""
+    """(every hook of a gradient ran on the stream that the forward ran on,
+    and on another thread).
+    """
     layer = nn.Linear(8, 8, device=device)
     streams, threads = [], []
 
@@ -129,10 +149,12 @@ def streams_of_hooks(device: str) -> tuple[bool, bool]:
 
 
 def weights_are_aligned(config: RunConfig) -> bool:
-    """Every parameter begins at a multiple of 16 bytes."""
-    replicas: list[StageReplica] = list(parts_of(config).replicas.values())
+    """Return whether every parameter begins at a multiple of 16 bytes."""
+    replicas: list[BucketReplica] = list(parts_of(config).replicas.values())
     buckets = [bucket for replica in replicas for bucket in replica.buckets]
-    return all(place.member.parameter.data_ptr() % 16 == 0 for bucket in buckets for place in bucket.slots)
+    return all(
+        place.member.parameter.data_ptr() % 16 == 0 for bucket in buckets for place in bucket.slots
+    )
 
 
 def peaks(config: RunConfig) -> tuple[int, int, int]:
@@ -140,12 +162,14 @@ def peaks(config: RunConfig) -> tuple[int, int, int]:
     torch.cuda.reset_peak_memory_stats()
     parts = parts_of(config)
     take_step(parts)
-    elements = sum(bucket.numel for replica in parts.replicas.values() for bucket in replica.buckets)
+    elements = sum(
+        bucket.numel for replica in parts.replicas.values() for bucket in replica.buckets
+    )
     return peak_memory_bytes("cuda"), torch.cuda.max_memory_allocated(), 4 * 4 * elements
 
 
 def device_under_srun(local_rank: int) -> torch.device:
-    """What a rank takes that sees one GPU and is not the first of its node."""
+    """Return what a rank takes that sees one GPU and is not the first of its node."""
     os.environ["SLURM_PROCID"] = str(local_rank)
     try:
         return pick_device("cuda", local_rank)
@@ -154,7 +178,7 @@ def device_under_srun(local_rank: int) -> torch.device:
 
 
 def device_for_megatron() -> tuple[object, object]:
-    """What megatron-core is told to allocate on: by tensors on CPU, then by tensors on CUDA."""
+    """Return what megatron-core is told to allocate on: by tensors on CPU, then by tensors on CUDA."""
     megatron.load_mappings(torch.device("cpu"))
     on_cpu = torch.cuda.current_device()
     megatron.load_mappings(torch.device("cuda", 0))
@@ -202,12 +226,12 @@ def drawing(device: str) -> nn.Sequential:
 
 
 def refusal(config: RunConfig) -> str:
-    """What the first step of a model says that cannot be trained."""
+    """Return what the first step of a model says that cannot be trained."""
     return refused_step(parts_of(config))
 
 
 def refused_step(parts: Parts) -> str:
-    """What a step says that is not taken."""
+    """Return what a step says that is not taken."""
     try:
         take_step(parts)
     except UserError as error:
@@ -216,8 +240,10 @@ def refused_step(parts: Parts) -> str:
 
 
 def saved_bits(config: RunConfig, steps: int) -> dict[str, str]:
-    """Resume what ``run.directory`` holds, take steps and save; the hash of each tensor of the checkpoint."""
-    directory = run_directory(config)
+    """Resume what ``run.directory`` holds, take steps and save;
+    the hash of each tensor of the checkpoint.
+    """
+    directory = run_directory(config.run)
     parts = parts_of(config)
     resume(parts, directory, lambda text: None)
     for _ in range(steps):
@@ -226,7 +252,10 @@ def saved_bits(config: RunConfig, steps: int) -> dict[str, str]:
     save(parts, str(saved))
     if steps:
         save(parts, str(directory))
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors(saved).items()}
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        for name, tensor in tensors(saved).items()
+    }
 
 
 def hashes_agree(config: RunConfig) -> bool:
@@ -234,11 +263,13 @@ def hashes_agree(config: RunConfig) -> bool:
     parts = parts_of(config)
     take_step(parts)
     copies = list(replicated_tensors(parts))
-    return len(copies) > 2 and all(int(bits(each.tensor)) == int(bits(each.tensor.cpu())) for each in copies)
+    return len(copies) > 2 and all(
+        int(bits(each.tensor)) == int(bits(each.tensor.cpu())) for each in copies
+    )
 
 
 def poisoned(config: RunConfig) -> str:
-    """The message of a step after a weight has become NaN."""
+    """Return the message of a step after a weight has become NaN."""
     parts = parts_of(config)
     take_step(parts)
     spoil(parts, Spoil("weight", 0, "block1.mlp.up.weight"))

@@ -1,6 +1,8 @@
-"""What a GPU run may use besides plain layouts: numbers of one plain process on CPU, checkpoints, checks, the command.
+"""What a GPU run may use besides plain layouts: numbers of one plain process on CPU, checkpoints,
+checks, the command.
 
-``MESHWRIGHT_GPU_TESTS=cpu pytest -m gpu tests/gpu/test_options.py`` rehearses this file on a machine without a GPU.
+``MESHWRIGHT_GPU_TESTS=cpu pytest -m gpu tests/gpu/test_options.py`` rehearses this file on a
+machine without a GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch
 
 from meshwright.config import RunConfig
 from meshwright.verify import layout_config, parse_layout
-from meshwright.verify.compare import compare, tolerance_of
+from meshwright.verify.compare import compare
 from meshwright.verify.rank import merge, run_layout
+from meshwright.verify.tolerance import tolerance_of
 from tests.framework.data.corpora import bytes_tokenizer, made, write_lines
 from tests.framework.verify.cases import References, config_of, model_config, size_for
 from tests.framework.verify.test_expert_parallel import model as mixture
@@ -28,7 +31,8 @@ DEVICE = os.environ.get("MESHWRIGHT_GPU_TESTS", "cuda")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device, and `pytest -m gpu`"
+        DEVICE == "cuda" and not torch.cuda.is_available(),
+        reason="needs a CUDA device, and `pytest -m gpu`",
     ),
 ]
 STEPS = 4
@@ -45,9 +49,24 @@ OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "zero-bubble": ("gpt2", "zb_v,mbs2", "float32", {}),
     "lion": ("gpt2", "mbs2", "bfloat16", {"optimizer": {"name": "lion"}}),
     "adafactor": ("llama", "mbs2", "float32", {"optimizer": {"name": "adafactor"}}),
-    "activation offload": ("llama", "mbs2", "float32", {"pipeline": {"offload_activations": ["block*"]}}),
-    "activation offload, zero-bubble": ("gpt2", "zb_v,mbs2", "bfloat16", {"pipeline": {"offload_activations": ["*"]}}),
-    "lora": ("llama", "mbs2", "float32", {"adapter": {"rank": 2, "targets": ["block*.attention.*"]}}),
+    "activation offload": (
+        "llama",
+        "mbs2",
+        "float32",
+        {"pipeline": {"offload_activations": ["block*"]}},
+    ),
+    "activation offload, zero-bubble": (
+        "gpt2",
+        "zb_v,mbs2",
+        "bfloat16",
+        {"pipeline": {"offload_activations": ["*"]}},
+    ),
+    "lora": (
+        "llama",
+        "mbs2",
+        "float32",
+        {"adapter": {"rank": 2, "targets": ["block*.attention.*"]}},
+    ),
     "experts": ("mixture:mixtral", "mbs2", "float64", {}),
     "experts in groups": ("mixture:deepseek", "mbs2", "float32", {}),
     "experts, one product": ("mixture:mixtral", "mbs2", "bfloat16", {}),
@@ -59,9 +78,13 @@ def with_sections(config: RunConfig, sections: dict[str, Any]) -> RunConfig:
 
 
 def base_of(model: str, layout: str, sections: dict[str, Any]) -> RunConfig:
-    """The configuration of a model by name; ``mixture:NAME`` is one of test_expert_parallel.py."""
+    """Return the configuration of a model by name; ``mixture:NAME`` is one of
+    test_expert_parallel.py.
+    """
     kind, _, name = model.partition(":")
-    base = mixture(name) if kind == "mixture" else model_config(model, size_for(parse_layout(layout)))
+    base = (
+        mixture(name) if kind == "mixture" else model_config(model, size_for(parse_layout(layout)))
+    )
     return with_sections(base, sections)
 
 
@@ -72,12 +95,16 @@ def check_numbers(
     on_device: Callable[..., Any],
     references: References,
 ) -> None:
-    """Loss, gradients and weights of the device within the bars, against one plain process on CPU."""
+    """Loss, gradients and weights of the device within the bars,
+    against one plain process on CPU.
+    """
     parsed = parse_layout(layout)
     expected = references.expected(base, 4, STEPS, dtype)
     config = layout_config(base, parsed, 4, dtype, DEVICE)
     found = merge([on_device(run_layout, 0, 1, config.model_dump_json(), STEPS, True)])
-    row = compare(layout, found, found, expected.findings, tolerance_of(dtype, parsed), expected.rounding)
+    row = compare(
+        layout, found, found, expected.findings, tolerance_of(dtype, parsed), expected.rounding
+    )
     assert row.passed, row.problems
 
 
@@ -88,18 +115,30 @@ def test_options(name: str, on_device: Callable[..., Any], references: Reference
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_documents(model: str, tmp_path: Path, on_device: Callable[..., Any], references: References) -> None:
+def test_documents(
+    model: str, tmp_path: Path, on_device: Callable[..., Any], references: References
+) -> None:
     """Attention inside documents: masks instead of the fused causal kernel."""
     texts = [{"text": "w" * (3 + 7 * number % 16)} for number in range(40)]
-    made(tmp_path / "text", bytes_tokenizer(tmp_path / "tok"), write_lines(tmp_path / "text.jsonl", texts))
+    made(
+        tmp_path / "text",
+        bytes_tokenizer(tmp_path / "tok"),
+        write_lines(tmp_path / "text.jsonl", texts),
+    )
     base = model_config(model, size_for(parse_layout("mbs2")), vocab_size=257)
     base = base.replace(
-        data={"train": str(tmp_path / "text" / "train"), "packing": "documents", "document_boundaries": True}
+        data={
+            "train": str(tmp_path / "text" / "train"),
+            "packing": "documents",
+            "document_boundaries": True,
+        }
     )
     check_numbers(base, "mbs2", "float32", on_device, references)
 
 
-def test_a_model_of_transformers(tmp_path: Path, on_device: Callable[..., Any], references: References) -> None:
+def test_a_model_of_transformers(
+    tmp_path: Path, on_device: Callable[..., Any], references: References
+) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig(
         vocab_size=61,
@@ -119,14 +158,20 @@ def small(directory: Path, **sections: Any) -> RunConfig:
     return with_sections(config, {"run": {"directory": str(directory)}, **sections})
 
 
-def test_a_layer_that_draws_on_the_device_is_refused(tmp_path: Path, on_device: Callable[..., Any]) -> None:
+def test_a_layer_that_draws_on_the_device_is_refused(
+    tmp_path: Path, on_device: Callable[..., Any]
+) -> None:
     """Dropout of torch on CUDA alone; the draw on meta, before the run, does not see it."""
-    config = small(tmp_path).replace(model={"builder": "tests.gpu.on_gpu:drawing", "options": {"device": DEVICE}})
+    config = small(tmp_path).replace(
+        model={"builder": "tests.gpu.on_gpu:drawing", "options": {"device": DEVICE}}
+    )
     said = on_device(on_gpu.refusal, config)
     assert "layer 1 draws from torch's random generator" in said and "MW-PIPELINE-020" in said
 
 
-def test_a_checkpoint_goes_from_one_device_to_the_other(tmp_path: Path, on_device: Callable[..., Any]) -> None:
+def test_a_checkpoint_goes_from_one_device_to_the_other(
+    tmp_path: Path, on_device: Callable[..., Any]
+) -> None:
     """Bit for bit: what CUDA saves, a CPU loads and saves again, and back."""
     config = small(tmp_path)
     first = on_device(on_gpu.saved_bits, config, 2)
@@ -137,7 +182,9 @@ def test_a_checkpoint_goes_from_one_device_to_the_other(tmp_path: Path, on_devic
 
 
 def test_copies_of_one_replica_do_not_drift(tmp_path: Path, on_device: Callable[..., Any]) -> None:
-    """The hash of weights and optimizer state on the device equals that of the same numbers on the CPU."""
+    """The hash of weights and optimizer state on the device equals that
+    of the same numbers on the CPU.
+    """
     assert on_device(on_gpu.hashes_agree, small(tmp_path))
 
 
@@ -157,7 +204,11 @@ def test_compiled_layers_with_recompute(on_device: Callable[..., Any], tmp_path:
 def test_the_command_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     """`meshwright train` on one rank of its own, twice, and `eval`."""
     texts = [{"text": f"text number {number}"} for number in range(200)]
-    made(tmp_path / "text", bytes_tokenizer(tmp_path / "tok"), write_lines(tmp_path / "text.jsonl", texts))
+    made(
+        tmp_path / "text",
+        bytes_tokenizer(tmp_path / "tok"),
+        write_lines(tmp_path / "text.jsonl", texts),
+    )
     config = tmp_path / "run.toml"
     config.write_text(
         f"""
@@ -176,7 +227,14 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     commands = [
         ["train", str(config)],
         ["train", str(config), "--train.steps=6"],
-        ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "text" / "train"), "--batches", "2"],
+        [
+            "eval",
+            str(tmp_path / "run"),
+            "--data",
+            str(tmp_path / "text" / "train"),
+            "--batches",
+            "2",
+        ],
     ]
     for words in commands:
         program = [sys.executable, "-m", "meshwright_launch", *words]
@@ -185,7 +243,11 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="a CPU has no stream to wait for")
-def test_the_host_waits_as_often_as_on_fake_tensors(tmp_path: Path, on_device: Callable[..., Any]) -> None:
-    """torch's own count of synchronising calls in a step, beside that of tests/plan/dryrun/test_cuda_path.py."""
+def test_the_host_waits_as_often_as_on_fake_tensors(
+    tmp_path: Path, on_device: Callable[..., Any]
+) -> None:
+    """torch's own count of synchronising calls in a step,
+    beside that of tests/plan/dryrun/test_cuda_path.py.
+    """
     found = on_device(on_gpu.host_waits, small(tmp_path))
     assert found <= 1, f"{found} synchronising calls of torch in a step"

@@ -63,13 +63,19 @@ device = "cpu"
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of a user and its run, saved by two pipeline stages of two tensor-parallel ranks."""
+    """A folder with a model of a user and its run,
+    saved by two pipeline stages of two tensor-parallel ranks.
+    """
     folder = tmp_path_factory.mktemp("desk")
     (folder / "plain.py").write_text(MODEL)
     (folder / "run.toml").write_text(CONFIG)
     command = [sys.executable, "-m", "meshwright_launch", "train", "run.toml"]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -81,8 +87,11 @@ def plain_model() -> torch.nn.Sequential:
     return names["build"]()  # type: ignore[operator, no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_a_plain_model_loads_it_and_gives_the_same_logits(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_model_loads_it_and_gives_the_same_logits(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["checkpoint", "export", str(desk / "runs/plain"), f"--out={desk / 'out'}"]) == 0
     assert f"checkpoint_id='{desk / 'out'}'" in capsys.readouterr().out
     assert {path.name for path in (desk / "out").iterdir()} == {".metadata", "__0_0.distcp"}
@@ -100,6 +109,7 @@ def test_a_plain_model_loads_it_and_gives_the_same_logits(desk: Path, capsys: py
     assert torch.equal(ours(tokens), theirs(tokens)) and not torch.equal(before, theirs(tokens))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a tensor is read, those before it are gone."""
@@ -129,18 +139,24 @@ def test_a_directory_among_the_checkpoints_of_a_run_is_refused(tmp_path: Path) -
     assert caught.value.code == "MW-INTEROP-096" and f"outside of {tmp_path}" in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_kind_and_one_that_is_not_there(desk: Path) -> None:
     source = find(desk / "runs/plain")[0].path
     assert export_dcp(source, desk / "moments", kind="exp_avg").num_tensors == 8
     with pytest.raises(CheckpointError) as caught:
         export_dcp(source, desk / "none", kind="../ema")
-    assert caught.value.code == "MW-INTEROP-095" and "exp_avg" in str(caught.value) and not (desk / "none").exists()
+    assert (
+        caught.value.code == "MW-INTEROP-095"
+        and "exp_avg" in str(caught.value)
+        and not (desk / "none").exists()
+    )
     with pytest.raises(CheckpointError) as caught:
         export_dcp(source, desk / "moments")
     assert caught.value.code == "MW-INTEROP-042"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused_before_a_file_is_written(
     desk: Path, capsys: pytest.CaptureFixture[str]
@@ -148,9 +164,19 @@ def test_a_damaged_checkpoint_is_refused_before_a_file_is_written(
     shutil.copytree(desk / "runs/plain", desk / "runs/damaged")
     shard = next(find(desk / "runs/damaged")[0].path.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
-    for damaged, said in ((data[:-1] + bytes([data[-1] ^ 1]), "its sha256 is not"), (data[:-1], "the manifest says")):
+    for damaged, said in (
+        (data[:-1] + bytes([data[-1] ^ 1]), "its sha256 is not"),
+        (data[:-1], "the manifest says"),
+    ):
         shard.write_bytes(damaged)
-        assert main(["checkpoint", "export", str(desk / "runs/damaged"), f"--out={desk / 'refused'}"]) == 2
+        assert (
+            main(["checkpoint", "export", str(desk / "runs/damaged"), f"--out={desk / 'refused'}"])
+            == 2
+        )
         told = capsys.readouterr().err
-        assert f"{shard}: " in told and said in told and "choose another checkpoint (--step)" in told
-        assert "MW-INTEROP-099" in told and "Traceback" not in told and not (desk / "refused").exists()
+        assert (
+            f"{shard}: " in told and said in told and "choose another checkpoint (--step)" in told
+        )
+        assert (
+            "MW-INTEROP-099" in told and "Traceback" not in told and not (desk / "refused").exists()
+        )

@@ -17,10 +17,17 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIREMENTS = [
-    Requirement(text) for text in (*PROJECT["dependencies"], *(each for of in EXTRAS.values() for each in of))
+    Requirement(text)
+    for text in (*PROJECT["dependencies"], *(each for of in EXTRAS.values() for each in of))
 ]
-BOUNDED = [each for each in REQUIREMENTS if any(bound.operator in ("<", "<=", "==") for bound in each.specifier)]
-PYTHONS = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+BOUNDED = [
+    each
+    for each in REQUIREMENTS
+    if any(bound.operator in ("<", "<=", "==") for bound in each.specifier)
+]
+PYTHONS = [
+    line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)
+]
 
 
 def newest_of(told: str) -> Version | None:
@@ -33,8 +40,24 @@ def newest_of(told: str) -> Version | None:
 @pytest.mark.parametrize("requirement", BOUNDED, ids=lambda each: each.name)
 def test_no_bound_excludes_the_newest_release(requirement: Requirement) -> None:
     """It would downgrade the package under a user's feet. Without a registry nothing is known."""
-    words = [sys.executable, "-m", "pip", "index", "versions", requirement.name, "--only-binary=:all:"]
-    words += ["--python-version", PYTHONS[-1], "--timeout", "10", "--retries", "0", "--disable-pip-version-check"]
+    words = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        requirement.name,
+        "--only-binary=:all:",
+    ]
+    words += [
+        "--python-version",
+        PYTHONS[-1],
+        "--timeout",
+        "10",
+        "--retries",
+        "0",
+        "--disable-pip-version-check",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     newest = newest_of(done.stdout)
     if newest is None:
@@ -51,10 +74,21 @@ def test_bounded_packages_are_those_whose_private_parts_are_used() -> None:
 
 
 def test_constraints_are_inside_the_bounds() -> None:
-    """constraints.txt is for development alone: `pip install` of a user takes what the bounds admit."""
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    """constraints.txt is for development alone:
+    `pip install` of a user takes what the bounds admit.
+    """
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     pinned = {
-        name.lower().replace("_", "-"): Version(version) for name, version in (each.split("==") for each in lines)
+        name.lower().replace("_", "-"): Version(version)
+        for name, version in (each.split("==") for each in lines)
     }
-    wrong = [str(each) for each in REQUIREMENTS if each.name in pinned and pinned[each.name] not in each.specifier]
+    wrong = [
+        str(each)
+        for each in REQUIREMENTS
+        if each.name in pinned and pinned[each.name] not in each.specifier
+    ]
     assert not wrong

@@ -1,4 +1,6 @@
-"""`meshwright checkpoint`: what it tells of sound and damaged checkpoints, and with which exit code."""
+"""`meshwright checkpoint`: what it tells of sound and damaged checkpoints,
+and with which exit code.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,18 @@ def flipped(run: Path, step: int) -> Path:
 def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "list", run)
     lines = out.splitlines()
-    assert code == 0 and [line.split()[:2] for line in lines[1:]] == [["100", "800"], ["200", "1,600"]]
+    assert code == 0 and [line.split()[:2] for line in lines[1:]] == [
+        ["100", "800"],
+        ["200", "1,600"],
+    ]
     assert said(capsys, "list", run / "checkpoints" / "step-00000100")[:2] == (0, out)
     shard = cut_short(run, 200)
     (run / "checkpoints" / ".tmp-step-00000300-a1").mkdir()
     code, out, _ = said(capsys, "list", run)
     assert code == 0 and "DAMAGED" in out.splitlines()[2] and shard.name in out.splitlines()[2]
-    assert out.splitlines()[3].endswith(".tmp-step-00000300-a1: a save in progress, or one that died")
+    assert out.splitlines()[3].endswith(
+        ".tmp-step-00000300-a1: a save in progress, or one that died"
+    )
 
 
 def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +76,9 @@ def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) 
 def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "show", run)
     assert code == 0 and "step          200" in out and "weights/block0.mlp.up.weight" in out
-    line = next(line for line in out.splitlines() if line.startswith("weights/block0.mlp.up.weight"))
+    line = next(
+        line for line in out.splitlines() if line.startswith("weights/block0.mlp.up.weight")
+    )
     assert line.split() == ["weights/block0.mlp.up.weight", "BF16", "(24,", "6)", "2", "pieces"]
     code, out, _ = said(capsys, "show", run, "--step", "100", "--tensor", "block0.mlp.down.weight")
     assert code == 0 and len(out.splitlines()) == len(KINDS) * 3, "every kind, each with two pieces"
@@ -79,19 +88,32 @@ def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("show", "RUN", "--step", "7"), "has no checkpoint of step 7; it has those of steps 100, 200"),
-        (("show", "RUN", "--tensor", "lost"), "has no tensor 'lost'; it has those of block0.mlp.down.weight"),
+        (
+            ("show", "RUN", "--step", "7"),
+            "has no checkpoint of step 7; it has those of steps 100, 200",
+        ),
+        (
+            ("show", "RUN", "--tensor", "lost"),
+            "has no tensor 'lost'; it has those of block0.mlp.down.weight",
+        ),
         (("list", "RUN/nowhere"), "is no directory: give a run directory"),
         (("verify", "RUN/checkpoints"), "has no checkpoint yet: give a run directory"),
-        (("verify", "RUN/checkpoints/step-00000100", "--step", "9"), "is the checkpoint of step 100, not of --step"),
+        (
+            ("verify", "RUN/checkpoints/step-00000100", "--step", "9"),
+            "is the checkpoint of step 100, not of --step",
+        ),
     ],
 )
-def test_bad_input(words: tuple[str, ...], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    words: tuple[str, ...], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = said(capsys, *(word.replace("RUN", str(run)) for word in words))
     assert code == 2 and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("section", "value"), [("model", 5), ("parallel", 5), ("pipeline", "1f1b"), ("adapter", [1])])
+@pytest.mark.parametrize(
+    ("section", "value"), [("model", 5), ("parallel", 5), ("pipeline", "1f1b"), ("adapter", [1])]
+)
 def test_a_section_that_is_no_table(
     section: str, value: Any, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

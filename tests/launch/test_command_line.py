@@ -89,7 +89,9 @@ heavy = {{"torch", "numpy", "matplotlib", "wandb"}} & sys.modules.keys()
 assert not heavy, heavy
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "│ pp1 dp0  tp  4 5 │" in done.stdout
 
@@ -99,14 +101,20 @@ sys.exit(code)
     [
         (["mesh", "nowhere.toml"], "nowhere.toml"),
         (["mesh", "{small}", "--parallel.tpp=2"], "parallel.tp"),
-        (["mesh", "{small}", "--nodes", "3", "--devices-per-node", "3"], "3 nodes x 3 devices = 9 ranks"),
+        (
+            ["mesh", "{small}", "--nodes", "3", "--devices-per-node", "3"],
+            "3 nodes x 3 devices = 9 ranks",
+        ),
         (
             ["mesh", "{small}", "--parallel.tp=4", "--nodes=8", "--devices-per-node=2"],
             "straddles the nodes node0, node1",
         ),
         (["stages", "nowhere.toml"], "nowhere.toml"),
         (["stages", "{small}", "--parallel.pp=20"], "15 layers over 20 stages"),
-        (["stages", "{small}", "--pipeline.balance=[7,9]"], "7 + 9 = 16, but the model has 15 layers"),
+        (
+            ["stages", "{small}", "--pipeline.balance=[7,9]"],
+            "7 + 9 = 16, but the model has 15 layers",
+        ),
         (["stages", "{small}", "--pipeline.balance=speed"], "pipeline.balance"),
         (["stages", "{small}", "--model.options.heads=3"], "model.options.heads"),
         (["plot", "{directory}"], "metrics.jsonl"),
@@ -120,15 +128,28 @@ def test_errors_are_one_message(
 ) -> None:
     assert main([word.format(small=small, directory=tmp_path) for word in argv]) == 2
     shown = capsys.readouterr()
-    assert said in shown.err and shown.err.startswith("meshwright: error: ") and "Traceback" not in shown.err
+    assert (
+        said in shown.err
+        and shown.err.startswith("meshwright: error: ")
+        and "Traceback" not in shown.err
+    )
     assert shown.out == ""
 
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["fly"], ["mesh"], ["mesh", "{small}", "--nodes=0"], ["sample", "x", "--fast"], ["plot", "x", "--a.b=1"]],
+    [
+        [],
+        ["fly"],
+        ["mesh"],
+        ["mesh", "{small}", "--nodes=0"],
+        ["sample", "x", "--fast"],
+        ["plot", "x", "--a.b=1"],
+    ],
 )
-def test_words_that_are_none_are_refused(argv: list[str], small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_none_are_refused(
+    argv: list[str], small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([word.format(small=small) for word in argv]) == 2
     assert "usage: " in capsys.readouterr().err
 
@@ -138,20 +159,40 @@ def test_stages_of_a_model_that_no_laptop_holds(capsys: pytest.CaptureFixture[st
     layers = ["--model.options.num_layers=8", "--parallel.pp=2"]
     assert main(["stages", str(ROOT / "configs/llama3-405b.toml"), *layers]) == 0
     shown = capsys.readouterr().out
-    assert "as on an H100 in bfloat16" in shown and "3,187,703,808" in shown and "time (chosen)" in shown
+    assert (
+        "as on an H100 in bfloat16" in shown
+        and "3,187,703,808" in shown
+        and "time (chosen)" in shown
+    )
 
 
-def test_a_larger_cluster_holds_more_replicas_and_says_so(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_larger_cluster_holds_more_replicas_and_says_so(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["mesh", small, "--nodes", "3", "--devices-per-node", "4"]) == 0
     shown = capsys.readouterr().out
     assert "has parallel.dp = 2, which is 8 ranks; these 12 hold dp = 3" in shown
     assert "pp 2 x dp 3 x tp 2 = 12 ranks" in shown
 
 
-def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_of_its_own_size_without_numbers(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["mesh", small]) == 0
     assert "8 ranks on 1 node of 8" in capsys.readouterr().out
-    assert main(["mesh", small, "--parallel.tp", "4", "--parallel.tp_across_nodes", "--devices-per-node=2"]) == 0
+    assert (
+        main(
+            [
+                "mesh",
+                small,
+                "--parallel.tp",
+                "4",
+                "--parallel.tp_across_nodes",
+                "--devices-per-node=2",
+            ]
+        )
+        == 0
+    )
     assert "ACROSS up to 2 nodes" in capsys.readouterr().out
 
 
@@ -201,7 +242,9 @@ NO_TEXT = "caf\udce9"
         ["train", "configs/demo.toml", f"--data.train={NO_TEXT}"],
     ],
 )
-def test_words_that_are_no_text_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_no_text_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     assert "is not UTF-8" in capsys.readouterr().err
 
@@ -210,7 +253,17 @@ def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     """Where stdout is strict, as in most terminals: what has been prepared is told all the same."""
     bytes_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("a")
-    words = ["data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", NO_TEXT, "--validation-share", "0"]
+    words = [
+        "data",
+        "prepare",
+        "a.txt",
+        "--tokenizer",
+        "tokenizer",
+        "--out",
+        NO_TEXT,
+        "--validation-share",
+        "0",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "meshwright_launch", *words],
         cwd=tmp_path,
@@ -222,7 +275,9 @@ def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     assert b"corpus prepared caf\\udce9" in done.stdout
 
 
-@pytest.mark.parametrize(("text", "value"), [("True", True), ("False", False), ("true", True), ('"False"', "False")])
+@pytest.mark.parametrize(
+    ("text", "value"), [("True", True), ("False", False), ("true", True), ('"False"', "False")]
+)
 def test_options_of_a_table_take_the_words_of_python(text: str, value: object) -> None:
     """``"False"`` would be true for the function that gets it."""
     assert given_keys([f"--model.options.tied={text}", f"--optimizer.options.nesterov={text}"]) == {

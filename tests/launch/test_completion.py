@@ -19,7 +19,17 @@ from meshwright_launch.arguments import build_parser
 from meshwright_launch.completion import keys, script, walk_positions
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
+SCHEDULES = [
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+]
 TRAIN = "meshwright train configs/demo.toml"
 
 CASES: list[tuple[str, list[str]]] = [
@@ -52,10 +62,13 @@ def test_bash_offers_what_there_is(tmp_path: Path) -> None:
     file = tmp_path / "completion.bash"
     file.write_text(script(build_parser(), "bash"))
     asked = "\n".join(
-        f'COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _meshwright; echo "${{COMPREPLY[*]}}"' for line, _ in CASES
+        f'COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _meshwright; echo "${{COMPREPLY[*]}}"'
+        for line, _ in CASES
     )
     program = f"source {file}\ncompopt() {{ :; }}\n{asked}\n"
-    done = subprocess.run(["bash", "--norc", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     told = [line.split() for line in done.stdout.splitlines()]
     assert {line: found for (line, _), found in zip(CASES, told, strict=True)} == dict(CASES)
@@ -85,7 +98,9 @@ def test_the_tab_key_in_a_real_bash(tmp_path: Path) -> None:
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
     try:
         _until(terminal, "$ ")
-        os.write(terminal, f"meshwright() {{ echo \"[$*]\"; }}; source {file}; echo rea''dy\n".encode())
+        os.write(
+            terminal, f"meshwright() {{ echo \"[$*]\"; }}; source {file}; echo rea''dy\n".encode()
+        )
         _until(terminal, "ready\r\n")
         for keys_, expected in typed.items():
             os.write(terminal, keys_.encode())
@@ -129,7 +144,10 @@ def test_fish_offers_what_there_is(tmp_path: Path) -> None:
             continue  # files are fish's own, and it offers them as it likes
         asked = ["fish", "-c", f"source {file}; complete -C {line!r}"]
         done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
-        told = {row.split("\t")[0].rpartition("=")[2] or row.split("\t")[0] for row in done.stdout.splitlines()}
+        told = {
+            row.split("\t")[0].rpartition("=")[2] or row.split("\t")[0]
+            for row in done.stdout.splitlines()
+        }
         assert {word.rstrip("=") for word in expected if not word.endswith(".")} <= told, line
 
 
@@ -153,8 +171,10 @@ def test_words_of_keys_are_those_of_the_schema() -> None:
 
 def test_it_is_quick_and_needs_no_torch() -> None:
     program = (
-        "import sys\nfrom meshwright_launch.cli import main\nassert main(['completion', 'bash']) == 0\n"
-        "assert not {'torch', 'numpy'} & sys.modules.keys()"
+        "import sys\nfrom meshwright_launch.cli import main\nassert main(['completion', 'bash']) =="
+        " 0\nassert not {'torch', 'numpy'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and done.stdout.startswith("# meshwright: completion for bash")

@@ -21,7 +21,9 @@ def theirs(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_is_written_with_its_account(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_written_with_its_account(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "ours.toml"
     assert main(["config", "import", str(theirs), "--out", str(out), "--run.name=mine"]) == 0
     shown = capsys.readouterr()
@@ -38,15 +40,23 @@ def test_a_file_is_written_with_its_account(theirs: Path, tmp_path: Path, capsys
         "# From theirs.yaml, read as a nanotron configuration"
     )
     assert "#   tokenizer.tokenizer_name_or_path" in text
-    assert main(["mesh", str(out), "--data.train=x"]) == 0 and "pp 2 x dp 2 x tp 2 = 8 ranks" in capsys.readouterr().out
+    assert (
+        main(["mesh", str(out), "--data.train=x"]) == 0
+        and "pp 2 x dp 2 x tp 2 = 8 ranks" in capsys.readouterr().out
+    )
 
 
-def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_out_the_file_is_all_that_stdout_has(
+    theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["config", "import", str(theirs), "--from", "nanotron"]) == 0
     shown = capsys.readouterr()
     again = theirs.with_name("again.toml")
     again.write_text(shown.out)
-    assert load(again, ["--data.train=x"]).parallel.pp == 2 and "read as a nanotron configuration" in shown.err
+    assert (
+        load(again, ["--data.train=x"]).parallel.pp == 2
+        and "read as a nanotron configuration" in shown.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +64,10 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
     [
         (["nowhere.toml"], "nowhere.toml: no such file"),
         (["{theirs}", "--out", "{theirs}"], "exists: name another file, or add --replace"),
-        (["{theirs}", "--from", "torchtitan"], "theirs.yaml: a file of nanotron, not of torchtitan: leave --from out"),
+        (
+            ["{theirs}", "--from", "torchtitan"],
+            "theirs.yaml: a file of nanotron, not of torchtitan: leave --from out",
+        ),
         (["{theirs}", "--parallel.tpp=2"], "did you mean parallel.tp"),
         (["{theirs}", "--ranks", "7"], "--ranks 7, but the file's dp x pp x cp x tp is 8"),
         (
@@ -81,7 +94,11 @@ def test_what_goes_wrong_is_one_message(
             samples.TORCHTITAN,
             "a.toml: a configuration of torchtitan: `meshwright config import {file}`",
         ),
-        ("a.yaml", samples.NANOTRON, "a.yaml: `meshwright config import {file}` reads nanotron's YAML"),
+        (
+            "a.yaml",
+            samples.NANOTRON,
+            "a.yaml: `meshwright config import {file}` reads nanotron's YAML",
+        ),
     ],
 )
 def test_who_trains_with_a_file_of_theirs_is_told_the_way(
@@ -95,19 +112,37 @@ def test_who_trains_with_a_file_of_theirs_is_told_the_way(
 
 def test_show_tells_where_each_value_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(ROOT / "configs/demo.toml")
-    assert main(["config", "show", file, "--parallel.tp=4", "--parallel.pp=1", "--model.options.dropout=0.1"]) == 0
-    rows = dict(line.split("  # ") for line in capsys.readouterr().out.splitlines() if "  # " in line)
+    assert (
+        main(
+            [
+                "config",
+                "show",
+                file,
+                "--parallel.tp=4",
+                "--parallel.pp=1",
+                "--model.options.dropout=0.1",
+            ]
+        )
+        == 0
+    )
+    rows = dict(
+        line.split("  # ") for line in capsys.readouterr().out.splitlines() if "  # " in line
+    )
     found = {text.strip(): origin for text, origin in rows.items()}
     lines = Path(file).read_text().splitlines()
     assert found["tp = 4"] == found["options.dropout = 0.1"] == "command line"
     assert found["chunks = 4"] == found["processes = 8"] == "follows from the others"
     for text in ("dp = 2", 'name = "demo"', "options.hidden_size = 128"):
         place, _, line = found[text].rpartition(":")
-        assert place == file and text.removeprefix("options.").split(" = ")[0] in lines[int(line) - 1]
+        assert (
+            place == file and text.removeprefix("options.").split(" = ")[0] in lines[int(line) - 1]
+        )
     assert not any(text.startswith("offload") for text in found)
 
 
-def test_show_all_has_every_key_and_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_all_has_every_key_and_reads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = str(ROOT / "configs/llama3-8b.toml")
     assert main(["config", "show", file, "--all"]) == 0
     shown = capsys.readouterr().out
@@ -126,4 +161,7 @@ def test_show_for_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "dp = 16" in shown and "chunks = 4" in shown
     assert main(["config", "show", file, "--ranks", "3"]) == 2
-    assert "batch.global_batch = 512 is not a multiple of micro_batch_size 8 x dp 3" in capsys.readouterr().err
+    assert (
+        "batch.global_batch = 512 is not a multiple of micro_batch_size 8 x dp 3"
+        in capsys.readouterr().err
+    )

@@ -24,7 +24,9 @@ LENGTH, CP = 32, 4
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    lines = write_lines(folder / "text.jsonl", [{"text": "x" * length} for length in (3, 70, 9, 20, 1, 14, 60)])
+    lines = write_lines(
+        folder / "text.jsonl", [{"text": "x" * length} for length in (3, 70, 9, 20, 1, 14, 60)]
+    )
     made(folder / "made", bytes_tokenizer(folder / "tokenizer"), lines)
     return folder / "made/train"
 
@@ -32,7 +34,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parts_of(corpus: Path, cp: int, order: str, *, boundaries: bool = True) -> Any:
     config = RunConfig.model_validate(
         {
-            "data": {"train": str(corpus), "sequence_length": LENGTH, "document_boundaries": boundaries},
+            "data": {
+                "train": str(corpus),
+                "sequence_length": LENGTH,
+                "document_boundaries": boundaries,
+            },
             "model": {"options": {"vocab_size": 257}},
             "batch": {"micro_batch_size": 1, "chunks": 1, "global_batch": 1},
         }
@@ -42,7 +48,9 @@ def parts_of(corpus: Path, cp: int, order: str, *, boundaries: bool = True) -> A
         source=open_sources(config)[0],
         mesh=SimpleNamespace(at=SimpleNamespace(dp_rank=0)),
         executor=SimpleNamespace(schedule=SimpleNamespace(chunks=1)),
-        blueprint=SimpleNamespace(cut=TokenCut(Group("cp", tuple(range(cp)), 0), order, torch.zeros(1, LENGTH))),
+        blueprint=SimpleNamespace(
+            cut=TokenCut(Group("cp", tuple(range(cp)), 0), order, torch.zeros(1, LENGTH))
+        ),
         state=SimpleNamespace(samples_seen=2),
     )
 
@@ -56,9 +64,10 @@ def test_the_next_sample_in_all_orders(order: str, corpus: Path) -> None:
         dealt = documents(LENGTH, CP, starts) if name == "documents" else ranks(LENGTH, CP)
         found[name] = imbalance(dealt, keys_seen(LENGTH, starts))
     others = ", ".join(f"{name} {found[name]:.1%}" for name in ORDERS if name != order)
-    assert describe_balance(parts) == (
-        f"context    next 1 samples, {order}: the busiest rank sees {found[order]:.1%} more keys of their documents "
-        f"than the mean ({others})"
+    assert (
+        describe_balance(parts)
+        == f"context    next 1 samples, {order}: the busiest rank sees {found[order]:.1%} more keys"
+        f" of their documents than the mean ({others})"
     )
 
 

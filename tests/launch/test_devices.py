@@ -11,7 +11,7 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
 from meshwright_launch.devices import ORDER, VISIBLE, check_devices, choose_devices, num_devices
 from meshwright_launch.forking import preload
-from tests.support.errors import has_code
+from tests.support.errors import has_code, raises
 
 CONFIG = "configs/demo.toml"
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -30,43 +30,53 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_the_order_given_and_by_the_numbers_of_the_bus() -> None:
-    choose_devices(config_of("2,0"))
+    choose_devices(config_of("2,0").launch)
     assert (os.environ[VISIBLE], os.environ[ORDER]) == ("2,0", "PCI_BUS_ID")
 
 
-def test_nothing_said_leaves_all_but_numbers_them_by_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_devices(config_of(""))
+def test_nothing_said_leaves_all_but_numbers_them_by_the_bus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose_devices(config_of("").launch)
     assert VISIBLE not in os.environ and os.environ[ORDER] == "PCI_BUS_ID"
     monkeypatch.setenv(ORDER, "FASTEST_FIRST")  # what a user has said stays
-    choose_devices(config_of(""))
+    choose_devices(config_of("").launch)
     assert os.environ[ORDER] == "FASTEST_FIRST"
 
 
 def test_numbers_are_places_in_what_the_environment_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "7, GPU-8a2f,3")
-    choose_devices(config_of("2,1"))
+    choose_devices(config_of("2,1").launch)
     assert os.environ[VISIBLE] == "3,GPU-8a2f"
 
 
 @pytest.mark.parametrize(("visible", "number", "left"), [("7,3", "2", 2), ("", "2", 0)])
-def test_the_environment_is_never_gone_past(monkeypatch, visible: str, number: str, left: int) -> None:
+def test_the_environment_is_never_gone_past(
+    monkeypatch, visible: str, number: str, left: int
+) -> None:
     monkeypatch.setenv(VISIBLE, visible)
     with pytest.raises(
-        ConfigError, match=f"device {number}, and {VISIBLE}={visible} has {left}", check=has_code("MW-LAUNCH-014")
+        ConfigError,
+        match=f"device {number}, and {VISIBLE}={visible} has {left}",
+        check=has_code("MW-LAUNCH-014"),
     ):
-        choose_devices(config_of("2"))
+        choose_devices(config_of("2").launch)
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_devices(config_of("2,0"), 2)
-    check_devices(config_of(""), 0)
-    with pytest.raises(ConfigError, match="'5' names 1 GPU, and torch sees no GPU", check=has_code("MW-LAUNCH-015")):
-        check_devices(config_of("5"), 0)
+    check_devices(config_of("2,0").launch, 2)
+    check_devices(config_of("").launch, 0)
+    with pytest.raises(
+        ConfigError, match="'5' names 1 GPU, and torch sees no GPU", check=has_code("MW-LAUNCH-015")
+    ):
+        check_devices(config_of("5").launch, 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(
-        ConfigError, match="'2,0' names 2 GPUs, and torch sees the first 1 of them", check=has_code("MW-LAUNCH-015")
+        ConfigError,
+        match="'2,0' names 2 GPUs, and torch sees the first 1 of them",
+        check=has_code("MW-LAUNCH-015"),
     ):
-        num_devices(config_of("2,0"))
+        num_devices(config_of("2,0").launch, "auto")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ def test_what_is_no_list_of_devices(devices: str, said: str) -> None:
 
 
 def test_devices_on_cpu() -> None:
-    with pytest.raises(ConfigError, match=r'names GPUs, and train\.device is "cpu"', check=has_code("MW-CONFIG-039")):
+    with raises("MW-CONFIG-098", 'launch.devices = "0"', 'train.device = "cpu"'):
         config_of("0", "cpu")
 
 

@@ -39,8 +39,10 @@ SRUN = {
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, Launcher.TORCHRUN),
         (SRUN, Launcher.SLURM),
         ({**SRUN, "RANK": "0", "WORLD_SIZE": "2"}, Launcher.TORCHRUN),  # torchrun inside srun
-        ({name: value for name, value in SRUN.items() if "STEP" not in name}, Launcher.NONE),  # a batch script
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, Launcher.NONE),  # srun --pty bash in a job of 8 tasks
+        # a batch script
+        ({name: value for name, value in SRUN.items() if "STEP" not in name}, Launcher.NONE),
+        # srun --pty bash in a job of 8 tasks
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, Launcher.NONE),
     ],
 )
 def test_who_started_this_process(env: dict[str, str], launcher: Launcher) -> None:
@@ -52,7 +54,9 @@ def test_half_an_environment_is_told() -> None:
         launch_environment({"RANK": "3"})
     with pytest.raises(MeshError, match="LOCAL_RANK = 'x'", check=has_code("MW-SYSTEM-008")):
         read_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"})
-    with pytest.raises(MeshError, match="RANK = 2 and WORLD_SIZE = 2", check=has_code("MW-LAUNCH-027")):
+    with pytest.raises(
+        MeshError, match="RANK = 2 and WORLD_SIZE = 2", check=has_code("MW-LAUNCH-027")
+    ):
         read_place({"RANK": "2", "WORLD_SIZE": "2"})
 
 
@@ -68,9 +72,17 @@ def test_srun_is_translated_for_torch() -> None:
         "MASTER_PORT": str(port_of_job("4711", "0")),
     }
     assert read_place(variables) == (5, 8, 1, 4)
-    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,3", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    uneven = {
+        **SRUN,
+        "SLURM_STEP_TASKS_PER_NODE": "4,3",
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "1234",
+    }
     assert torch_variables(uneven)["LOCAL_WORLD_SIZE"] == "0"
-    assert (torch_variables(uneven)["MASTER_ADDR"], torch_variables(uneven)["MASTER_PORT"]) == ("head", "1234")
+    assert (torch_variables(uneven)["MASTER_ADDR"], torch_variables(uneven)["MASTER_PORT"]) == (
+        "head",
+        "1234",
+    )
     with pytest.raises(MeshError, match="MASTER_ADDR", check=has_code("MW-LAUNCH-031")):
         torch_variables({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"})
 
@@ -130,7 +142,10 @@ def test_every_variable_of_srun_is_a_number() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         with pytest.raises(MeshError, match=name, check=has_code("MW-SYSTEM-008")):
             read_place({"RANK": "0", "WORLD_SIZE": "1", name: "9" * 5000})
-    assert torch_variables({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000})["LOCAL_WORLD_SIZE"] == "0"
+    assert (
+        torch_variables({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000})["LOCAL_WORLD_SIZE"]
+        == "0"
+    )
 
 
 def test_a_taken_port_is_told() -> None:
@@ -138,7 +153,9 @@ def test_a_taken_port_is_told() -> None:
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(MeshError, match=rf"port {port} \(MASTER_PORT\)", check=has_code("MW-LAUNCH-029")):
+        with pytest.raises(
+            MeshError, match=rf"port {port} \(MASTER_PORT\)", check=has_code("MW-LAUNCH-029")
+        ):
             check_port(str(port))
     assert check_port(str(port)) == port
     for text in ("", "x", "0", "70000", "-1"):

@@ -1,4 +1,6 @@
-"""What a rank of torchrun prints when it fails: a traceback of its own error, one line of a lost peer."""
+"""What a rank of torchrun prints when it fails: a traceback of its own error,
+one line of a lost peer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from meshwright.errors import CommunicationError
 from meshwright_launch.failure import describe, text_of
 
 LOST = [
-    RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:39841"),
+    RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+        " [127.0.0.1]:39841"
+    ),
     RuntimeError("NCCL communicator was aborted on rank 1.\nlast error: remote process exited"),
     type("DistNetworkError", (RuntimeError,), {})("failed to recv, got 0 bytes"),
 ]

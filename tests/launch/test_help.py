@@ -1,4 +1,6 @@
-"""Every command and subcommand has a help with an example, and each example is a command that there is."""
+"""Every command and subcommand has a help with an example,
+and each example is a command that there is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SRUN = re.compile(r"^srun (--\S+ )*")
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """All that have a name, the command itself left out."""
+    """Yield all that have a name, the command itself left out."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
@@ -32,7 +34,7 @@ COMMANDS = list(commands(build_parser()))
 
 
 def examples(parser: argparse.ArgumentParser) -> list[str]:
-    """The commands below ``example:``, without the launcher before them."""
+    """Return the commands below ``example:``, without the launcher before them."""
     _, _, shown = (parser.epilog or "").partition("example:\n")
     lines = [line.strip() for line in shown.replace("\\\n", " ").splitlines() if line.strip()]
     return [SRUN.sub("", TORCHRUN.sub("meshwright ", line)) for line in lines]
@@ -41,7 +43,9 @@ def examples(parser: argparse.ArgumentParser) -> list[str]:
 @pytest.mark.parametrize("parser", COMMANDS, ids=lambda parser: parser.prog)
 def test_each_has_an_example_that_parses(parser: argparse.ArgumentParser) -> None:
     own = [line for line in examples(parser) if line.startswith("meshwright ")]
-    assert any(line.startswith(f"{parser.prog} ") for line in own), f"{parser.prog} --help shows no example of itself"
+    assert any(line.startswith(f"{parser.prog} ") for line in own), (
+        f"{parser.prog} --help shows no example of itself"
+    )
     for line in own:
         words, overrides = split_overrides(shlex.split(line)[1:])
         try:
@@ -49,7 +53,9 @@ def test_each_has_an_example_that_parses(parser: argparse.ArgumentParser) -> Non
         except SystemExit:
             pytest.fail(f"{parser.prog} --help shows {line}, which does not parse")
         assert not unknown, f"{parser.prog} --help shows {line}, and {unknown} are no options"
-        assert callable(load_command(options.run)) and (not overrides or options.takes_overrides), line
+        assert callable(load_command(options.run)) and (not overrides or options.takes_overrides), (
+            line
+        )
         named = [word for word in words if word.startswith("configs/") and "--out" not in line]
         assert all((ROOT / word).is_file() for word in named), f"{line}: there is no such file"
 
@@ -60,7 +66,9 @@ def test_each_says_what_it_does_and_what_its_options_are(
 ) -> None:
     assert main([*parser.prog.split()[1:], "--help"]) == 0
     shown = capsys.readouterr().out
-    assert parser.description and " ".join(parser.description.split())[:40] in " ".join(shown.split())
+    assert parser.description and " ".join(parser.description.split())[:40] in " ".join(
+        shown.split()
+    )
     assert max(map(len, shown.splitlines())) <= 120
     silent = [
         action.option_strings[0]

@@ -1,4 +1,5 @@
-"""Every command with hostile paths, and every option with hostile values: an exit code and one message, within seconds.
+"""Every command with hostile paths, and every option with hostile values:
+an exit code and one message, within seconds.
 
 The commands and their options come from the parser, so that a new one is tried too.
 """
@@ -32,7 +33,17 @@ REQUIRED = {
 """Values of required options; None: with two values of its own."""
 WITHOUT_A_PATH = {"completion", "data stdlib", "calibrate", "init"}
 """Commands that need no file: with usual values they would do their work."""
-PATHS = ["fifo", "/dev/zero", "/proc/kmsg", ".", "nothere", "x" * 5000, "a/" * 3000, "\udcff", "loop"]
+PATHS = [
+    "fifo",
+    "/dev/zero",
+    "/proc/kmsg",
+    ".",
+    "nothere",
+    "x" * 5000,
+    "a/" * 3000,
+    "\udcff",
+    "loop",
+]
 VALUES = [
     "9" * 5000,
     "-1",
@@ -49,9 +60,13 @@ VALUES = [
 ]
 
 
-def leaves(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every command without subcommands, with its parser."""
-    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+def leaves(
+    parser: argparse.ArgumentParser, words: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield every command without subcommands, with its parser."""
+    nested = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     for action in nested:
         for name, inner in action.choices.items():
             yield from leaves(inner, (*words, name))
@@ -63,7 +78,9 @@ COMMANDS = dict(leaves(build_parser()))
 
 
 def minimal(name: str, path: str) -> list[str]:
-    """The words of a command with all that it requires; ``path`` for each positional argument."""
+    """Return the words of a command with all that it requires; ``path`` for each positional
+    argument.
+    """
     words = name.split()
     if name == "convert":
         return [*words, "--from", "hf", path, "out"]
@@ -102,7 +119,11 @@ def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         signal.alarm(0)
     said = capsys.readouterr().err
     assert code in (1, 2), (shown, code, said[:500])
-    assert "Traceback" not in said and "\x1b[" not in said and 0 < len(said) < 4000, (shown, len(said), said[:500])
+    assert "Traceback" not in said and "\x1b[" not in said and 0 < len(said) < 4000, (
+        shown,
+        len(said),
+        said[:500],
+    )
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - WITHOUT_A_PATH))
@@ -123,4 +144,6 @@ def test_hostile_values_of_each_option(name: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", ["init", "data stdlib"])
 def test_a_hostile_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for path in PATHS[:3] + PATHS[5:7]:
-        answered([*name.split(), path] if name == "init" else [*name.split(), "--out", path], capsys)
+        answered(
+            [*name.split(), path] if name == "init" else [*name.split(), "--out", path], capsys
+        )

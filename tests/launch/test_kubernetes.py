@@ -1,4 +1,6 @@
-"""The JobSet: valid by its schema, the ranks of the plan, and no value that becomes something else."""
+"""The JobSet: valid by its schema, the ranks of the plan,
+and no value that becomes something else.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,22 @@ def pods_of(jobset: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_one_torchrun_on_each_node_meets_at_pod_0(capsys: pytest.CaptureFixture[str]) -> None:
-    jobset = rendered(capsys, "--claim=runs", "--memory=64Gi", "--namespace=ours", "--train.device=cuda")
+    jobset = rendered(
+        capsys, "--claim=runs", "--memory=64Gi", "--namespace=ours", "--train.device=cuda"
+    )
     (container,) = pods_of(jobset)["containers"]
     name, words = jobset["metadata"]["name"], container["args"]
     assert {"name": "MESHWRIGHT_JOBSET", "value": name} in container["env"]
     assert name == "run-demo" and jobset["metadata"]["namespace"] == "ours"
     assert jobset["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": name}
-    assert {"--nnodes=2", "--nproc-per-node=4", f"--master-addr={name}-nodes-0-0.{name}"} <= set(words)
+    assert {"--nnodes=2", "--nproc-per-node=4", f"--master-addr={name}-nodes-0-0.{name}"} <= set(
+        words
+    )
     assert words[-5:] == ["-m", "meshwright_launch", "train", DEMO, "--train.device=cuda"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "memory": "64Gi"}
-    assert container["workingDir"] == "/work" and container["volumeMounts"][1]["mountPath"] == "/work"
+    assert (
+        container["workingDir"] == "/work" and container["volumeMounts"][1]["mountPath"] == "/work"
+    )
 
 
 def test_a_failure_that_would_recur_fails_the_jobset_and_any_other_restarts_it(
@@ -55,19 +63,29 @@ def test_a_failure_that_would_recur_fails_the_jobset_and_any_other_restarts_it(
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
     assert rule["onExitCodes"] == {"containerName": "ranks", "operator": "In", "values": [2, 17]}
-    assert pods_of(jobset)["containers"][0]["name"] == "ranks" and pods_of(jobset)["restartPolicy"] == "Never"
+    assert (
+        pods_of(jobset)["containers"][0]["name"] == "ranks"
+        and pods_of(jobset)["restartPolicy"] == "Never"
+    )
     policy = jobset["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 7 and [each["action"] for each in policy["rules"]] == ["FailJobSet"]
+    assert policy["maxRestarts"] == 7 and [each["action"] for each in policy["rules"]] == [
+        "FailJobSet"
+    ]
     assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert job["template"]["spec"]["backoffLimit"] == 0  # any other exit code fails the Job, for another reason
+    # any other exit code fails the Job, for another reason
+    assert job["template"]["spec"]["backoffLimit"] == 0
 
 
 def test_torchrun_takes_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     words = pods_of(rendered(capsys))["containers"][0]["args"]
-    options = get_args_parser().parse_args([word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words])
-    assert options.node_rank == 1 and options.module and options.training_script == "meshwright_launch"
+    options = get_args_parser().parse_args(
+        [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in words]
+    )
+    assert (
+        options.node_rank == 1 and options.module and options.training_script == "meshwright_launch"
+    )
     assert options.training_script_args == ["train", DEMO]
 
 
@@ -82,7 +100,8 @@ def expand(word: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "value", ["$(PATH)", "$$(PATH)", "a: b'\"# {{ 1 }}", "- x", "*a", "!!python/object:os.system", "é"]
+    "value",
+    ["$(PATH)", "$$(PATH)", "a: b'\"# {{ 1 }}", "- x", "*a", "!!python/object:os.system", "é"],
 )
 def test_every_value_arrives_as_it_is(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     (container,) = pods_of(rendered(capsys, f"--run.directory={value}"))["containers"]
@@ -92,11 +111,21 @@ def test_every_value_arrives_as_it_is(value: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "word",
     [
-        *("--name=a b", "--name=9a", "--name=" + "a" * 43, "--namespace=A", "--claim=a/b", "--image=a b", "--image=-x"),
+        *(
+            "--name=a b",
+            "--name=9a",
+            "--name=" + "a" * 43,
+            "--namespace=A",
+            "--claim=a/b",
+            "--image=a b",
+            "--image=-x",
+        ),
         *("--memory=lots", "--mount=work", "--mount=/a b", "--run.directory=a\nb"),
     ],
 )
-def test_a_value_that_is_none_of_kubernetes_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_none_of_kubernetes_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     value = word.partition("=")[2]
     assert main(["kubernetes", DEMO, *JOB, word]) == 2
     told = capsys.readouterr()

@@ -1,4 +1,6 @@
-"""Local ranks: they meet, their failures are told with the cause first, and none outlives the launcher."""
+"""Local ranks: they meet, their failures are told with the cause first,
+and none outlives the launcher.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,21 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import Data, Launch, Run, RunConfig
-from meshwright.errors import ConfigError, DataError, MeshError, NonFiniteError, Preempted, UserError
+from meshwright.errors import (
+    ConfigError,
+    DataError,
+    MeshError,
+    NonFiniteError,
+    Preempted,
+    UserError,
+)
 from meshwright.system.process import LISTENING, GiveUp, StopRequest
 from meshwright_launch.failure import RankFailed
 from meshwright_launch.forking import warm_up
 from meshwright_launch.local import launch
 from tests.support.errors import has_code
+from tests.support.marks import marked_rows
+from tests.support.run import alive
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +49,8 @@ def run(tmp_path: Path) -> RunConfig:
 def config(directory: Path, num_ranks: int) -> RunConfig:
     return RunConfig(
         run=Run(directory=str(directory)),
-        data=Data(builder="nobody:asks"),  # with a corpus, the server of the ranks would import megatron-core
+        # with a corpus, the server of the ranks would import megatron-core
+        data=Data(builder="nobody:asks"),
         launch=Launch(processes=num_ranks, threads=2),
     )
 
@@ -69,7 +81,9 @@ def alone(run: RunConfig, give_up: GiveUp) -> None:
 
 
 def raise_in_last(run: RunConfig, give_up: GiveUp) -> None:
-    """The last rank leaves its peers while it cleans up: they see a lost connection before it has told anything."""
+    """The last rank leaves its peers while it cleans up:
+    they see a lost connection before it has told anything.
+    """
     rank = join()
     try:
         if rank == 2:
@@ -111,7 +125,11 @@ def fail_without_records(run: RunConfig, give_up: GiveUp) -> None:
     if join() == 1:
         shutil.rmtree(Path(os.environ[LISTENING]).parent)
     dist.barrier()
-    raise Preempted("MW-TEST-001", "stopped") if code == Preempted.exit_code else NonFiniteError("MW-TEST-001", "NaN")
+    raise (
+        Preempted("MW-TEST-001", "stopped")
+        if code == Preempted.exit_code
+        else NonFiniteError("MW-TEST-001", "NaN")
+    )
 
 
 @pytest.mark.parametrize("kind", [Preempted, NonFiniteError])
@@ -126,7 +144,9 @@ def test_without_records_the_exit_code_remains(
 
 
 def stop_after_a_cleanup(run: RunConfig, give_up: GiveUp) -> None:
-    """The first rank deletes the marks of the signal handlers, and has the launcher stop the run."""
+    """The first rank deletes the marks of the signal handlers,
+    and has the launcher stop the run.
+    """
     with StopRequest() as request:
         rank = join()
         dist.barrier()
@@ -148,7 +168,10 @@ def test_a_cleaned_temporary_directory_does_not_kill_a_run_that_is_stopped(run: 
     assert caught.value.exit_code == 85
 
 
-def test_ranks_meet_and_print_where_they_should(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_ranks_meet_and_print_where_they_should(
+    run: RunConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
     launch(meet, run)
     for rank in range(3):
         assert (notes(run) / f"{rank}.txt").read_text() == f"{rank} 3 {rank} 2 2 3.0"
@@ -174,8 +197,12 @@ def test_the_cause_is_told_before_its_echoes(run: RunConfig) -> None:
         launch(raise_in_last, run)
     assert (caught.value.rank, caught.value.exit_code) == (2, 1)
     message = str(caught.value)
-    assert message.startswith("rank 2: LookupError: the cause\nTraceback") and "in raise_in_last" in message
-    assert message.splitlines()[-1].startswith("then lost a peer: rank")  # one, or both, before the agent ends them
+    assert (
+        message.startswith("rank 2: LookupError: the cause\nTraceback")
+        and "in raise_in_last" in message
+    )
+    # one, or both, before the agent ends them
+    assert message.splitlines()[-1].startswith("then lost a peer: rank")
 
 
 def test_what_the_user_can_mend_comes_without_a_traceback(run: RunConfig) -> None:
@@ -186,7 +213,9 @@ def test_what_the_user_can_mend_comes_without_a_traceback(run: RunConfig) -> Non
 
 
 def test_a_killed_rank_is_named_with_its_last_words(run: RunConfig) -> None:
-    with pytest.raises(RankFailed, match=r"\Arank 1 was ended by SIGKILL[\s\S]*rank-1.log:\n  last words"):
+    with pytest.raises(
+        RankFailed, match=r"\Arank 1 was ended by SIGKILL[\s\S]*rank-1.log:\n  last words"
+    ):
         launch(vanish_in_one, run)
 
 
@@ -204,26 +233,22 @@ def test_what_is_known_before_the_start(run: RunConfig, monkeypatch: pytest.Monk
         launch(meet, run)
 
 
-def alive(pid: int) -> bool:
-    """Whether the process runs: one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
+@marked_rows("long", "9--9-True")
 @pytest.mark.parametrize(
     ("signum", "exit_code", "stopped"),
     [
         pytest.param(signal.SIGINT, 130, False, marks=pytest.mark.torture),
         pytest.param(signal.SIGTERM, 143, False, marks=pytest.mark.torture),
-        pytest.param(signal.SIGKILL, -signal.SIGKILL, False, marks=pytest.mark.torture),  # test_from_the_shell too
+        # test_from_the_shell too
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, False, marks=pytest.mark.torture),
         pytest.param(
             signal.SIGKILL, -signal.SIGKILL, True, marks=pytest.mark.slow
         ),  # and a rank that does nothing more
     ],
 )
-def test_no_rank_outlives_the_launcher(tmp_path: Path, signum: int, exit_code: int, stopped: bool) -> None:
+def test_no_rank_outlives_the_launcher(
+    tmp_path: Path, signum: int, exit_code: int, stopped: bool
+) -> None:
     script = f"""
 import sys
 from pathlib import Path
@@ -238,7 +263,9 @@ if __name__ == "__main__":
     file = tmp_path / "start.py"
     file.write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, str(file)], env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+    with subprocess.Popen(
+        [sys.executable, str(file)], env=environment, stderr=subprocess.PIPE, text=True
+    ) as launcher:
         try:
             pids = wait_for_pids(notes(config(tmp_path, 3)), 3)
             if stopped:
@@ -265,10 +292,14 @@ def wait_for_pids(directory: Path, count: int) -> list[int]:
         time.sleep(0.1)
 
 
-def test_a_signal_while_the_server_starts_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_server_starts_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes when the ranks' server is being started, which is not to get it; this process is."""
     came: list[int] = []
-    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "multiprocessing.forkserver.ensure_running", lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     before = signal.signal(signal.SIGTERM, lambda signum, frame: came.append(signum))
     try:
         warm_up(config(tmp_path, 1), "meshwright_launch.work")

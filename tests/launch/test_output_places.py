@@ -1,4 +1,6 @@
-"""Every command with --out looks at that place before it begins, whatever its other arguments are."""
+"""Every command with --out looks at that place before it begins,
+whatever its other arguments are.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from meshwright_launch.verification import verify
 from tests.launch.test_hostile_commands import COMMANDS, minimal
 from tests.support.errors import has_code
 
-WITH_OUT = sorted(name for name, parser in COMMANDS.items() if "--out" in parser._option_string_actions)
+WITH_OUT = sorted(
+    name for name, parser in COMMANDS.items() if "--out" in parser._option_string_actions
+)
 LONGEST_NAME = 255
 BAD = {
     "fifo": "MW-SYSTEM-010",
@@ -45,7 +49,17 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_all_commands_with_an_output_are_tried() -> None:
-    assert {"calibrate", "plan", "dryrun", "draw", "eval", "sample", "report", "plot", "data stdlib"} <= {*WITH_OUT}
+    assert {
+        "calibrate",
+        "plan",
+        "dryrun",
+        "draw",
+        "eval",
+        "sample",
+        "report",
+        "plot",
+        "data stdlib",
+    } <= {*WITH_OUT}
 
 
 @pytest.mark.parametrize("name", WITH_OUT)
@@ -64,9 +78,12 @@ def test_a_place_is_refused_before_the_command_begins(
         said = capsys.readouterr().err
         wanted = "MW-SYSTEM-003" if is_special and is_folder else code
         assert f"[{wanted}]" in said and said.count("\n") == 1, (place[:40], said)
-        assert {each.name for each in Path().iterdir()} == {"fifo", "socket", "file", "into-nowhere"}, (
-            "nothing is left by a check"
-        )
+        assert {each.name for each in Path().iterdir()} == {
+            "fifo",
+            "socket",
+            "file",
+            "into-nowhere",
+        }, "nothing is left by a check"
     with pytest.raises(AssertionError, match="begins"):
         cli.main([*minimal(name, "nothere"), "--out=new/place"])
 
@@ -94,7 +111,9 @@ def test_places_that_can_be_written(place: str, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_directory_of_routing_is_refused_before_any_training(words: str, code: str) -> None:
-    """The configuration is missing, so that a directory that is looked at later fails with another code."""
+    """The configuration is missing, so that a directory that is looked at later fails
+    with another code.
+    """
     options = cli.build_parser().parse_args(["verify", "nothere.toml", *words.split()])
     with pytest.raises(UserError, match=r"^--routing-directory", check=has_code(code)):
         verify(options, [])

@@ -1,4 +1,6 @@
-"""The exit code of a node under torchrun: that of the rank that failed first, in real runs that fail."""
+"""The exit code of a node under torchrun: that of the rank that failed first,
+in real runs that fail.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from meshwright.errors import DataError
 from meshwright_launch.cli import main
-from meshwright_launch.failure import FAILURES, FailureRecord, describe, leave_exit_code, leave_record, read_failures
+from meshwright_launch.failure import (
+    FAILURES,
+    FailureRecord,
+    describe,
+    leave_exit_code,
+    leave_record,
+    read_failures,
+)
 from meshwright_launch.restarts import RECURRING_EXIT_CODES, TRANSIENT_EXIT_CODES
 
 CONFIG = """
@@ -31,7 +40,9 @@ parallel = {{ dp = 2 }}
 optimizer = {{ learning_rate = {rate} }}
 tracking = {{ console = false, trace_step = 0 }}
 """
-OPTIONS = "vocab_size = 64, hidden_size = 16, num_layers = 2, num_heads = 2, max_sequence_length = 16"
+OPTIONS = (
+    "vocab_size = 64, hidden_size = 16, num_layers = 2, num_heads = 2, max_sequence_length = 16"
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,14 +83,30 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def pod(config: Path, *words: str, nodes: int = 1, node: int = 0, port: int = 0) -> subprocess.Popen[str]:
+def pod(
+    config: Path, *words: str, nodes: int = 1, node: int = 0, port: int = 0
+) -> subprocess.Popen[str]:
     """Start a pod with two ranks on one node, or with one on each of two."""
     torchrun = [f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}", f"--node-rank={node}"]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={port or free_port()}"]
-    run = "import sys; from meshwright_launch.pod import main; sys.exit(main(sys.argv[1:], echo_s=6))"
+    run = (
+        "import sys; from meshwright_launch.pod import main; sys.exit(main(sys.argv[1:], echo_s=6))"
+    )
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", run, *torchrun, "-m", "meshwright_launch", "train", str(config), *words],
-        env=os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            run,
+            *torchrun,
+            "-m",
+            "meshwright_launch",
+            "train",
+            str(config),
+            *words,
+        ],
+        env=os.environ
+        | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT}", "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -98,6 +125,7 @@ def write(folder: Path, data: str = "sound", rate: str = "1e-3") -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_command_in_the_jobset_ends_with_the_code_of_a_wrong_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,16 +141,22 @@ def test_the_command_in_the_jobset_ends_with_the_code_of_a_wrong_configuration(
         command.append(f"--master-port={free_port()}" if word.startswith("--master-port") else word)
     path = f"{os.environ.get('PYTHONPATH', '')}:{ROOT}"
     config.write_text(config.read_text().replace("steps = 50", "stepz = 50"))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+    )
     assert done.returncode == 2 and "train.stepz" in done.stderr
 
 
+@pytest.mark.long
 def test_nan_gives_its_own_code(tmp_path: Path) -> None:
     assert ended(pod(write(tmp_path, rate="1e30"))) == 17
 
 
+@pytest.mark.long
 def test_the_node_of_the_cause_ends_first_and_with_its_code(tmp_path: Path) -> None:
-    """Rank 1, alone on node 1, raises; rank 0 loses its peer, and its node waits to be ended by the scheduler."""
+    """Rank 1, alone on node 1, raises; rank 0 loses its peer,
+    and its node waits to be ended by the scheduler.
+    """
     port, config = free_port(), write(tmp_path, "raises")
     pods = [pod(config, nodes=2, node=node, port=port) for node in (0, 1)]
     try:
@@ -135,6 +169,7 @@ def test_the_node_of_the_cause_ends_first_and_with_its_code(tmp_path: Path) -> N
             each.terminate()
 
 
+@pytest.mark.long
 def test_a_node_that_waits_for_a_failed_one_ends_when_it_is_asked_to(tmp_path: Path) -> None:
     """Rank 1 fails before the rendezvous, at which rank 0 would wait for minutes."""
     process = pod(write(tmp_path), nodes=2, node=0, port=free_port())
@@ -144,10 +179,12 @@ def test_a_node_that_waits_for_a_failed_one_ends_when_it_is_asked_to(tmp_path: P
     assert ended(process) not in (0, 2, 17) and time.monotonic() - begin_s < 40
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_no_permanent_failure(tmp_path: Path) -> None:
     assert ended(pod(write(tmp_path, "killed"))) == 1
 
 
+@pytest.mark.long
 def test_a_signal_reaches_the_ranks_which_save(tmp_path: Path) -> None:
     process = pod(write(tmp_path), "--train.steps=100000", "--checkpoint.every=2")
     while not any(tmp_path.glob("pod/checkpoints/step-*")):
@@ -161,7 +198,9 @@ def record(rank: int, at_s: float, exit_code: int, lost_peer: bool = False) -> F
     return FailureRecord(rank, at_s, "", "", exit_code, lost_peer)
 
 
-def test_the_earliest_record_that_is_no_echo_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_earliest_record_that_is_no_echo_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FAILURES, str(tmp_path))
     for each in (record(0, 1.0, 1, lost_peer=True), record(1, 3.0, 85), record(2, 2.0, 17)):
         leave_record(each)
@@ -179,6 +218,11 @@ def test_codes_that_recur_are_never_restarted_here_either() -> None:
     assert RECURRING_EXIT_CODES == (2, 17) and not {*RECURRING_EXIT_CODES} & {*TRANSIENT_EXIT_CODES}
 
 
-@pytest.mark.parametrize("kind", [torch.distributed.DistStoreError, torch.distributed.DistNetworkError])
+@pytest.mark.parametrize(
+    "kind", [torch.distributed.DistStoreError, torch.distributed.DistNetworkError]
+)
 def test_a_store_that_is_gone_with_another_node_is_an_echo(kind: type[RuntimeError]) -> None:
-    assert describe(kind("Broken pipe"), 0).lost_peer and not describe(RuntimeError("a bug"), 0).lost_peer
+    assert (
+        describe(kind("Broken pipe"), 0).lost_peer
+        and not describe(RuntimeError("a bug"), 0).lost_peer
+    )

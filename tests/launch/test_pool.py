@@ -1,4 +1,6 @@
-"""The pool of ranks: right answers, clean worlds, the first failure first, and nobody left behind."""
+"""The pool of ranks: right answers, clean worlds, the first failure first,
+and nobody left behind.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 
 from meshwright.errors import MeshError
 from meshwright_launch.pool import RankError, RankPool, RankTimeout
+from tests.support.run import alive
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,11 +53,14 @@ def train(rank: int, world_size: int) -> float:
 
 
 def gather_at_once(rank: int, world_size: int) -> None:
-    """Post messages so large that gloo's threads copy them with torch's thread pool, all in their first copy."""
+    """Post messages so large that gloo's threads copy them with torch's thread pool,
+    all in their first copy.
+    """
     shards = [torch.ones(50_000) for _ in range(4)]
     wholes = [torch.empty(100_000) for _ in shards]
     works = [
-        dist.all_gather_into_tensor(whole, shard, async_op=True) for whole, shard in zip(wholes, shards, strict=True)
+        dist.all_gather_into_tensor(whole, shard, async_op=True)
+        for whole, shard in zip(wholes, shards, strict=True)
     ]
     for work in works:
         assert work is not None
@@ -116,9 +122,11 @@ def test_forked_ranks_can_train_after_the_parent_did(pool: RankPool) -> None:
     assert len(set(pool.run(train, 4))) == 1
 
 
+@pytest.mark.long
 def test_first_messages_of_a_fork_do_not_race_for_its_thread_pool() -> None:
     """Without a renewed thread pool about one world in fifty fails."""
-    torch.get_num_threads()  # as in a process that has computed: its forks do not renew the pool by themselves
+    # as in a process that has computed: its forks do not renew the pool by themselves
+    torch.get_num_threads()
     with RankPool(2) as pool:
         for _ in range(80):
             pool.run(gather_at_once, 2)
@@ -136,8 +144,12 @@ def test_first_failure_is_told_first(pool: RankPool) -> None:
         pool.run(fail_one_after_another, 4)
     assert caught.value.rank == 2 and isinstance(caught.value.__cause__, MeshError)
     message = str(caught.value)
-    assert message.startswith("rank 2: meshwright.errors.MeshError: the cause [MW-TEST-001]\nTraceback")
-    assert "in fail_one_after_another" in message and message.endswith("then rank 0: ValueError: an echo")
+    assert message.startswith(
+        "rank 2: meshwright.errors.MeshError: the cause [MW-TEST-001]\nTraceback"
+    )
+    assert "in fail_one_after_another" in message and message.endswith(
+        "then rank 0: ValueError: an echo"
+    )
     assert pool.run(total, 4, torch.zeros(3))[0].tolist() == [6.0] * 3
 
 
@@ -157,7 +169,9 @@ def test_the_number_of_a_process_that_has_ended_is_not_signalled(pool: RankPool)
 
 def test_hanging_ranks_are_named_with_their_stacks(pool: RankPool) -> None:
     before = pool.run(os_pid, 3)
-    with pytest.raises(RankTimeout, match=r"no result from ranks \[1\] of 3[\s\S]*in hang") as caught:
+    with pytest.raises(
+        RankTimeout, match=r"no result from ranks \[1\] of 3[\s\S]*in hang"
+    ) as caught:
         pool.run(hang, 3, timeout_s=0.5)
     assert caught.value.ranks == [1]
     after = pool.run(os_pid, 3)
@@ -179,14 +193,6 @@ def test_what_cannot_be_sent_is_told(pool: RankPool) -> None:
     assert len(pids) == 2 and len(pool.run(os_pid, 2)) == 2
 
 
-def alive(pid: int) -> bool:
-    """Whether the process runs: one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.torture
 def test_workers_die_with_a_killed_parent() -> None:
     script = """
@@ -197,7 +203,9 @@ pool = RankPool(3)
 print(*pool.run(os_pid, 3), flush=True)
 pool.run(hang, 3)
 """
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3 and all(alive(pid) for pid in pids)

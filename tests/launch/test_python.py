@@ -1,4 +1,6 @@
-"""The Python API trains, saves and resumes as the command does, and errors of callbacks end a run on every rank."""
+"""The Python API trains, saves and resumes as the command does,
+and errors of callbacks end a run on every rank.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 SURFACE = ROOT / "tests" / "golden" / "public.txt"
-MODEL = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_sequence_length": 16}
+MODEL = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_sequence_length": 16,
+}
 STEPS = 6
 
 
 def made(directory: Path, **sections: Mapping[str, Any]) -> meshwright.RunConfig:
-    """A small GPT on random tokens of the test's dataset."""
+    """Return a small GPT on random tokens of the test's dataset."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "own", "directory": str(directory)},
         "model": {"builder": "meshwright_models.gpt2:build", "options": MODEL},
@@ -129,10 +137,14 @@ def stops_at_two(config: meshwright.RunConfig) -> None:
 
 
 def test_metrics_of_callbacks_are_recorded_and_survive_a_resume(tmp_path: Path) -> None:
-    meshwright.run_training(made(tmp_path, train={"steps": 2}), [Measure("ema/decay", 0.1), Measure("count", 3)])
+    meshwright.run_training(
+        made(tmp_path, train={"steps": 2}), [Measure("ema/decay", 0.1), Measure("count", 3)]
+    )
     meshwright.run_training(made(tmp_path), [Measure("ema/decay", 0.3)])
     records = list(read_records(tmp_path / "own/metrics.jsonl"))
-    assert [record.extra for record in records] == [{"ema/decay": 0.1, "count": 3.0}] * 2 + [{"ema/decay": 0.3}] * 4
+    assert [record.extra for record in records] == [{"ema/decay": 0.1, "count": 3.0}] * 2 + [
+        {"ema/decay": 0.3}
+    ] * 4
     pytest.importorskip("meshwright_plan")
     from meshwright_plan.report.page import page
     from meshwright_plan.report.run import read_run
@@ -153,7 +165,9 @@ def test_metrics_of_callbacks_are_recorded_and_survive_a_resume(tmp_path: Path) 
         ("x", torch.ones(1), "event.metrics['x'] is tensor([1.])"),
     ],
 )
-def test_a_metric_that_cannot_be_recorded_ends_the_run_saved(tmp_path: Path, name: Any, value: Any, place: str) -> None:
+def test_a_metric_that_cannot_be_recorded_ends_the_run_saved(
+    tmp_path: Path, name: Any, value: Any, place: str
+) -> None:
     with pytest.raises(CallbackError, check=has_code("MW-LAUNCH-058")) as error:
         meshwright.run_training(made(tmp_path, checkpoint={"every": 1}), [Measure(name, value)])
     assert error.value.code == "MW-LAUNCH-058" and place in str(error.value)
@@ -195,7 +209,9 @@ def test_sys_exit_of_a_callback_or_a_dataset_is_an_error_with_its_name(tmp_path:
     ):
         meshwright.run_training(made(tmp_path, checkpoint={"every": 2}), [ExitsAtTwo()])
     assert [each.step for each in find(tmp_path / "own")] == [2]
-    config = made(tmp_path, run={"name": "data"}, data={"builder": "tests.launch.test_python:shortened"})
+    config = made(
+        tmp_path, run={"name": "data"}, data={"builder": "tests.launch.test_python:shortened"}
+    )
     with pytest.raises(
         DataError,
         match=r"sample 9 of 64 failed at .*test_python\.py:\d+: SystemExit: no more",
@@ -227,10 +243,14 @@ class Keeps(meshwright.Observer):
         (lambda: json.loads("{"), r"at \S*test_python\.py:\d+: JSONDecodeError"),
     ],
 )
-def test_a_state_that_no_checkpoint_holds_is_named_at_its_callback(tmp_path: Path, value: Any, text: str) -> None:
+def test_a_state_that_no_checkpoint_holds_is_named_at_its_callback(
+    tmp_path: Path, value: Any, text: str
+) -> None:
     """Where the standard library raises, the user's line is named."""
     with pytest.raises(
-        CallbackError, match=rf"callback Keeps\.state_dict failed .*{text}", check=has_code("MW-LAUNCH-058")
+        CallbackError,
+        match=rf"callback Keeps\.state_dict failed .*{text}",
+        check=has_code("MW-LAUNCH-058"),
     ):
         meshwright.run_training(made(tmp_path), [Keeps(value)])
 
@@ -238,7 +258,9 @@ def test_a_state_that_no_checkpoint_holds_is_named_at_its_callback(tmp_path: Pat
 def test_the_deepest_state_is_read_back(tmp_path: Path) -> None:
     deepest = functools.reduce(lambda inner, _: [inner], range(96), "an é, and \\ud800")
     meshwright.run_training(made(tmp_path), [Keeps(deepest)])
-    assert open_checkpoint(find(tmp_path / "own")[0].path).manifest.state["callbacks"] == {"Keeps": {"value": deepest}}
+    assert open_checkpoint(find(tmp_path / "own")[0].path).manifest.state["callbacks"] == {
+        "Keeps": {"value": deepest}
+    }
 
 
 class Other(Keeps):
@@ -249,7 +271,9 @@ class Other(Keeps):
 def test_a_state_of_a_callback_that_is_gone_is_not_saved_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], between: list[Keeps] | None
 ) -> None:
-    """Otherwise its next start would load the state of an older step. None: a loop of the user's own."""
+    """Otherwise its next start would load the state of an older step. None:
+    a loop of the user's own.
+    """
     config = made(tmp_path, train={"steps": 2})
     meshwright.run_training(config, [Keeps(1)])
     capfd.readouterr()
@@ -283,16 +307,25 @@ def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> No
         last = run.save()
     assert first + second == whole
     theirs = find(tmp_path / "whole")[0].path
-    files = [{name: file.sha256 for name, file in open_checkpoint(at).manifest.files.items()} for at in (last, theirs)]
+    files = [
+        {name: file.sha256 for name, file in open_checkpoint(at).manifest.files.items()}
+        for at in (last, theirs)
+    ]
     assert files[0] == files[1]
-    assert meshwright.evaluate(tmp_path / "own", step=4, batches=1, trust_code=True).tokens == 4 * 16
+    assert (
+        meshwright.evaluate(tmp_path / "own", step=4, batches=1, trust_code=True).tokens == 4 * 16
+    )
 
 
 @pytest.mark.slow
 def test_ranks_that_are_spawned_compute_the_numbers_of_one(tmp_path: Path) -> None:
     steps_by_hand(made(tmp_path))
-    meshwright.spawn(steps_by_hand, made(tmp_path, run={"name": "four"}, parallel={"pp": 2, "tp": 2}))
-    alone, four = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("own", "four"))
+    meshwright.spawn(
+        steps_by_hand, made(tmp_path, run={"name": "four"}, parallel={"pp": 2, "tp": 2})
+    )
+    alone, four = (
+        json.loads((tmp_path / name / "losses.json").read_text()) for name in ("own", "four")
+    )
     assert alone == pytest.approx(four, rel=1e-12)
 
 
@@ -304,9 +337,15 @@ def test_one_rank_asks_to_stop_and_all_do_with_a_checkpoint(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_after_the_save(tmp_path: Path) -> None:
-    config = made(tmp_path, run={"name": "failed"}, parallel={"dp": 2}, checkpoint={"every": 2, "asynchronous": False})
+    config = made(
+        tmp_path,
+        run={"name": "failed"},
+        parallel={"dp": 2},
+        checkpoint={"every": 2, "asynchronous": False},
+    )
     with pytest.raises(
-        RankFailed, match=r"FailAt\.after_step failed after step 2 on rank 1 at .*test_python.py:\d+: V"
+        RankFailed,
+        match=r"FailAt\.after_step failed after step 2 on rank 1 at .*test_python.py:\d+: V",
     ):
         meshwright.spawn(fails_at_two, config)
     assert [each.step for each in find(tmp_path / "failed")] == [2]
@@ -316,7 +355,9 @@ def test_an_error_in_this_process(tmp_path: Path) -> None:
     with pytest.raises(CallbackError, match=r"a bug of the user \[MW-LAUNCH-058\]"):
         meshwright.run_training(made(tmp_path), [FailAt(2)])
     with pytest.raises(
-        CallbackError, match=r"FailAfter\.after_training failed after step 6", check=has_code("MW-LAUNCH-058")
+        CallbackError,
+        match=r"FailAfter\.after_training failed after step 6",
+        check=has_code("MW-LAUNCH-058"),
     ):
         meshwright.run_training(made(tmp_path, run={"name": "after"}), [FailAfter()])
     assert [each.step for each in find(tmp_path / "after")] == [STEPS]
@@ -328,15 +369,22 @@ def test_callbacks_of_the_configuration(tmp_path: Path, capfd: pytest.CaptureFix
     assert "stopped after step 3 of 6: enough" in capfd.readouterr().out
     for number, (name, message) in enumerate(
         [
-            ("no_observer", "returned a int: return an object of a class derived from meshwright.Observer"),
+            (
+                "no_observer",
+                "returned a int: return an object of a class derived from meshwright.Observer",
+            ),
             ("raises", "RuntimeError: not made"),
             ("stop_at_too", "did you mean tests.launch.test_python:stop_at_two?"),
         ]
     ):
         with pytest.raises(
-            ConfigError, match=message, check=has_code("MW-CONFIG-010", "MW-LAUNCH-056", "MW-LAUNCH-057")
+            ConfigError,
+            match=message,
+            check=has_code("MW-CONFIG-010", "MW-LAUNCH-056", "MW-LAUNCH-057"),
         ):
-            meshwright.run_training(made(tmp_path, run={"name": str(number)}, train={"callbacks": [f"{here}:{name}"]}))
+            meshwright.run_training(
+                made(tmp_path, run={"name": str(number)}, train={"callbacks": [f"{here}:{name}"]})
+            )
 
 
 def test_what_a_script_gets_wrong(tmp_path: Path) -> None:
@@ -349,13 +397,18 @@ def test_what_a_script_gets_wrong(tmp_path: Path) -> None:
 
 
 def test_import_needs_no_torch() -> None:
-    code = "import sys, meshwright; meshwright.UserError, meshwright.RunConfig; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, meshwright; meshwright.UserError, meshwright.RunConfig; sys.exit('torch' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
 
 
 def test_the_names_for_type_checkers_are_those_at_run_time() -> None:
     tree = ast.parse((ROOT / "framework" / "meshwright" / "__init__.py").read_text())
-    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    (block,) = [
+        n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
     typed = [
         (node.module, each.name, each.asname)
         for node in block.body
@@ -364,27 +417,35 @@ def test_the_names_for_type_checkers_are_those_at_run_time() -> None:
     ]
     assert sorted(name for _, name, _ in typed) == meshwright.__all__
     for module, name, exported in typed:
-        assert name == exported and getattr(importlib.import_module(str(module)), name) is getattr(meshwright, name)
+        assert name == exported and getattr(importlib.import_module(str(module)), name) is getattr(
+            meshwright, name
+        )
 
 
 def described(name: str) -> str:
-    """A public name with its signature, or its public methods and fields."""
+    """Return a public name with its signature, or its public methods and fields."""
     value = getattr(meshwright, name)
     if not inspect.isclass(value):
         return f"{name}{inspect.signature(value)}"
     if issubclass(value, BaseException):
         return f"{name}({value.__bases__[0].__name__})"
-    members = {each for each in vars(value) if not each.startswith("_") and not each.startswith("model_")}
+    members = {
+        each for each in vars(value) if not each.startswith("_") and not each.startswith("model_")
+    }
     members |= {each for each in getattr(value, "__annotations__", {}) if not each.startswith("_")}
     return f"{name}: {', '.join(sorted(members))}"
 
 
 def test_the_public_names_are_those_of_the_changelog() -> None:
-    """A change of a name or signature needs this file rewritten (python -m tests.launch.test_python) and an entry."""
+    """A change of a name or signature needs this file rewritten (python -m
+    tests.launch.test_python) and an entry.
+    """
     assert SURFACE.read_text() == "".join(f"{described(name)}\n" for name in meshwright.__all__)
     changelog = (ROOT / "CHANGELOG.md").read_text()
     page = (ROOT / "docs" / "python.md").read_text()
-    assert not [name for name in meshwright.__all__ if f"`{name}" not in changelog or name not in page]
+    assert not [
+        name for name in meshwright.__all__ if f"`{name}" not in changelog or name not in page
+    ]
     assert OpenRun is meshwright.OpenRun
 
 

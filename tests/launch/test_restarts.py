@@ -77,7 +77,9 @@ def test_what_saves_below_a_damaged_checkpoint_goes_on(keep_last: int, tmp_path:
     start.keep_last = keep_last
     run_with_restarts(start, 9, tmp_path, said.append)
     steps = [220, 240, 260, 280, 280, 320]  # the new 300 takes the place of the damaged one
-    assert [line.partition("resuming from step ")[2].partition(",")[0] for line in said] == list(map(str, steps))
+    assert [line.partition("resuming from step ")[2].partition(",")[0] for line in said] == list(
+        map(str, steps)
+    )
 
 
 def test_a_clock_that_was_set_back_hides_nothing(tmp_path: Path) -> None:
@@ -92,7 +94,9 @@ def test_a_clock_that_was_set_back_hides_nothing(tmp_path: Path) -> None:
 
 
 class Starts:
-    """A run of which it is written what each start comes to: a step that it saves before it fails, or its end."""
+    """A run of which it is written what each start comes to: a step that it saves before it fails,
+    or its end.
+    """
 
     def __init__(self, directory: Path, *saves: int | None) -> None:
         self.directory, self.saves, self.count, self.keep_last = directory, saves, 0, 9
@@ -120,14 +124,24 @@ def test_it_goes_on_until_it_is_done(tmp_path: Path) -> None:
     assert "in start 2\n" in (tmp_path / "logs/failures.log").read_text()
 
 
-@pytest.mark.parametrize(("most", "starts", "why"), [(9, 5, "3 restarts in a row"), (2, 3, "max_restarts = 2")])
+@pytest.mark.parametrize(
+    ("most", "starts", "why"), [(9, 5, "3 restarts in a row"), (2, 3, "max_restarts = 2")]
+)
 def test_it_is_given_up(most: int, starts: int, why: str, tmp_path: Path) -> None:
     start, said = Starts(tmp_path, *[5, 6, *[6] * 9]), list[str]()
     with pytest.raises(RankFailed) as caught:
         run_with_restarts(start, most, tmp_path, said.append)
-    assert (caught.value.exit_code, start.count, len(said)) == (GIVEN_UP_EXIT_CODE, starts, starts - 1)
+    assert (caught.value.exit_code, start.count, len(said)) == (
+        GIVEN_UP_EXIT_CODE,
+        starts,
+        starts - 1,
+    )
     message = str(caught.value)
-    assert message.startswith(f"given up after {starts} failures: ") and why in message and "step 6" in message
+    assert (
+        message.startswith(f"given up after {starts} failures: ")
+        and why in message
+        and "step 6" in message
+    )
     assert message.endswith(f"rank 1 was ended by SIGKILL\nin start {starts}")
 
 

@@ -29,7 +29,7 @@ def samples(split: str, differs: str) -> list[tuple[Tensor, Tensor]]:
 def refusal(rank: int, world_size: int, config: RunConfig) -> str:
     """Start a run on this rank; return its error, or nothing."""
     config = resolve(config, world_size)
-    mesh = open_run_mesh(config)
+    mesh = open_run_mesh(config.parallel, config.launch, config.train.device)
     try:
         check_data(build(config, mesh))
     except DataError as error:
@@ -39,12 +39,19 @@ def refusal(rank: int, world_size: int, config: RunConfig) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("differs", "name"), [("train", "sample 0"), ("validation", "validation: sample 0"), ("", "")])
-def test_a_rank_with_other_samples_is_named(tmp_path: Path, pool: RankPool, differs: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("differs", "name"), [("train", "sample 0"), ("validation", "validation: sample 0"), ("", "")]
+)
+def test_a_rank_with_other_samples_is_named(
+    tmp_path: Path, pool: RankPool, differs: str, name: str
+) -> None:
     tree: dict[str, Any] = {
         "run": {"directory": str(tmp_path)},
         "model": {"options": {**GPT2, "dropout": 0.0}},
-        "data": {"builder": "tests.launch.test_shared_data:samples", "options": {"differs": differs}},
+        "data": {
+            "builder": "tests.launch.test_shared_data:samples",
+            "options": {"differs": differs},
+        },
         "batch": {"micro_batch_size": 1, "chunks": 2},
         "parallel": {"pp": 2, "dp": 2},
         "train": {"steps": 1, "device": "cpu"},

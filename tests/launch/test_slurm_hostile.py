@@ -1,4 +1,6 @@
-"""Whatever stands in a value, a job script runs the commands that were meant, with the words that were meant."""
+"""Whatever stands in a value, a job script runs the commands that were meant,
+with the words that were meant.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,32 @@ from meshwright_launch.cli import main
 
 ROOT = Path(__file__).parents[2]
 DEMO = (ROOT / "configs" / "demo.toml").read_text()
-HOSTILE = ["$(touch canary)", "`touch canary`", "a\ntouch canary", "a; touch canary", "' touch canary '", '"', "\\"]
-HOSTILE += ["a b", "-x", "é", "$HOME", "&& touch canary #", "a\r\ntouch canary", "{{ 1 }}", "%j", "~", "*", "\u2028x"]
+HOSTILE = [
+    "$(touch canary)",
+    "`touch canary`",
+    "a\ntouch canary",
+    "a; touch canary",
+    "' touch canary '",
+    '"',
+    "\\",
+]
+HOSTILE += [
+    "a b",
+    "-x",
+    "é",
+    "$HOME",
+    "&& touch canary #",
+    "a\r\ntouch canary",
+    "{{ 1 }}",
+    "%j",
+    "~",
+    "*",
+    "\u2028x",
+]
 LETTERS = "ab \n\t$`'\"\\;&|<>(){}[]*?!#~%=-é\x1b"
-NASTY = st.one_of(st.sampled_from(HOSTILE), st.text(LETTERS, min_size=1, max_size=12)).filter("--".__ne__)
+NASTY = st.one_of(st.sampled_from(HOSTILE), st.text(LETTERS, min_size=1, max_size=12)).filter(
+    "--".__ne__
+)
 """Without "--", which argparse itself takes out of `--container=--`."""
 STUB = '#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$STUB_OUT"\n'
 
@@ -38,19 +62,33 @@ def arguments(folder: Path, script: Path) -> list[str]:
         (stubs / name).chmod(0o755)
     out = folder / "argv"
     out.write_bytes(b"")
-    environment = {"PATH": f"{stubs}:/usr/bin:/bin", "STUB_OUT": str(out), "SLURM_JOB_ID": "7", "HOME": str(folder)}
+    environment = {
+        "PATH": f"{stubs}:/usr/bin:/bin",
+        "STUB_OUT": str(out),
+        "SLURM_JOB_ID": "7",
+        "HOME": str(folder),
+    }
     subprocess.run(["/bin/bash", "-n", str(script)], check=True)
-    done = subprocess.run(["/bin/bash", str(script)], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["/bin/bash", str(script)], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return out.read_text().split("\0")[:-1]
 
 
 @pytest.mark.parametrize(
-    "option", ["partition", "account", "qos", "constraint", "exclude", "time", "gres", "mem", "reservation"]
+    "option",
+    ["partition", "account", "qos", "constraint", "exclude", "time", "gres", "mem", "reservation"],
 )
-@pytest.mark.parametrize("value", ["a\ntouch canary", "$(touch canary)", "a b", "", "-x", "a\n#SBATCH --x", "é'"])
+@pytest.mark.parametrize(
+    "value", ["a\ntouch canary", "$(touch canary)", "a b", "", "-x", "a\n#SBATCH --x", "é'"]
+)
 def test_what_enters_a_line_of_sbatch_is_of_its_pattern(
-    option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("demo.toml").write_text(DEMO)
@@ -58,9 +96,14 @@ def test_what_enters_a_line_of_sbatch_is_of_its_pattern(
     assert code == 2 and f"--{option} {value!r}" in told and not Path("runs").exists()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.long
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    option=st.sampled_from(["container", "mounts", "image", "binds", "project", "data", "folder", "config"]),
+    option=st.sampled_from(
+        ["container", "mounts", "image", "binds", "project", "data", "folder", "config"]
+    ),
     value=NASTY,
 )
 def test_every_other_value_arrives_as_it_is_or_is_refused(
@@ -91,11 +134,27 @@ def test_every_other_value_arrives_as_it_is_or_is_refused(
             overrides = words if option in ("project", "data", "folder") else []
             assert found[found.index("train") :] == ["train", str(config), *overrides]
             if option == "container":
-                assert f"--container-image={value}" in found and f"--container-workdir={folder}" in found
+                assert (
+                    f"--container-image={value}" in found
+                    and f"--container-workdir={folder}" in found
+                )
             if option in ("image", "binds"):
                 inside = found[found.index("apptainer") : found.index("python3")]
-                image, binds = (value, found[found.index("--bind") + 1]) if option == "image" else ("image", value)
-                assert inside == ["apptainer", "exec", *inside[2:-5], "--bind", binds, "--pwd", str(folder), image]
+                image, binds = (
+                    (value, found[found.index("--bind") + 1])
+                    if option == "image"
+                    else ("image", value)
+                )
+                assert inside == [
+                    "apptainer",
+                    "exec",
+                    *inside[2:-5],
+                    "--bind",
+                    binds,
+                    "--pwd",
+                    str(folder),
+                    image,
+                ]
             if option == "mounts":
                 assert f"--container-mounts={value}" in found
             head = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
@@ -109,4 +168,8 @@ def test_an_option_that_trusts_goes_along(
     monkeypatch.chdir(tmp_path)
     Path("demo.toml").write_text(DEMO)
     assert called(capsys, Path("demo.toml"), "--trust-code")[0] == 0
-    assert arguments(tmp_path, Path("runs/demo/slurm/job.sbatch"))[-3:] == ["train", "demo.toml", "--trust-code"]
+    assert arguments(tmp_path, Path("runs/demo/slurm/job.sbatch"))[-3:] == [
+        "train",
+        "demo.toml",
+        "--trust-code",
+    ]

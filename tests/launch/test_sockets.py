@@ -1,4 +1,6 @@
-"""What a local run listens on, and what a stranger can do there: the loopback interface, and nothing that runs code."""
+"""What a local run listens on, and what a stranger can do there: the loopback interface,
+and nothing that runs code.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,6 @@ from typing import Any
 import pytest
 
 from meshwright.run.directory import run_directory
-from meshwright.system.process import FileLock
 from meshwright.tracking.jsonl import read_records
 from meshwright_launch.restarts import GIVEN_UP_EXIT_CODE
 from tests.end_to_end.driving import layout, run_config, with_own_samples
@@ -29,7 +30,9 @@ LISTENS = "0A"
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket that these processes listen on, as ``ss -ltn`` shows them."""
+    """(address, port) of every TCP socket that these processes listen on,
+    as ``ss -ltn`` shows them.
+    """
     inodes = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
@@ -43,7 +46,9 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
             fields = line.split()
             if fields[3] == LISTENS and f"socket:[{fields[9]}]" in inodes:
                 host, port = fields[1].split(":")
-                words = [bytes.fromhex(host)[at : at + 4][::-1] for at in range(0, len(host) // 2, 4)]
+                words = [
+                    bytes.fromhex(host)[at : at + 4][::-1] for at in range(0, len(host) // 2, 4)
+                ]
                 found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
     return found
 
@@ -51,15 +56,19 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 def wait_for_a_step(process: subprocess.Popen[str], metrics: Path, after_s: float = 0.0) -> None:
     """Block until the run has recorded a step, after a time of the clock."""
     deadline_s = time.monotonic() + LIMIT_S
-    while not metrics.exists() or metrics.stat().st_mtime < after_s or not list(read_records(metrics)):
+    while (
+        not metrics.exists() or metrics.stat().st_mtime < after_s or not list(read_records(metrics))
+    ):
         assert process.poll() is None and process.stdout is not None, process.stdout.read()
         assert time.monotonic() < deadline_s
         time.sleep(0.1)
 
 
 @contextmanager
-def training(shell: Shell, tmp_path: Path, restarts: int = 0, **parallel: Any) -> Iterator[subprocess.Popen[str]]:
-    """A run of two ranks in the middle of its steps."""
+def training(
+    shell: Shell, tmp_path: Path, restarts: int = 0, **parallel: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Yield a run of two ranks in the middle of its steps."""
     config = with_own_samples(
         run_config(
             tmp_path,
@@ -70,10 +79,13 @@ def training(shell: Shell, tmp_path: Path, restarts: int = 0, **parallel: Any) -
             launch={"max_restarts": restarts},
         )
     )
-    shell.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as for a cluster
-    metrics = run_directory(config) / "metrics.jsonl"
+    # as for a cluster
+    shell.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    metrics = run_directory(config.run) / "metrics.jsonl"
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with shell.start(["-m", "meshwright_launch", "train", written(config, tmp_path)], **how) as process:
+    with shell.start(
+        ["-m", "meshwright_launch", "train", written(config, tmp_path)], **how
+    ) as process:
         wait_for_a_step(process, metrics)
         try:
             yield process
@@ -107,11 +119,14 @@ def temporary(directory: Path) -> list[str]:
     return sorted(entry.name for entry in directory.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_local_run_listens_on_loopback_and_survives_strangers(
     shell: Shell, tmp_path: Path, short_directory: Path
 ) -> None:
-    """A stranger who reaches a port writes pickles: none is unpickled, and the run goes on or ends; then leftovers."""
+    """A stranger who reaches a port writes pickles: none is unpickled, and the run goes on or ends;
+    then leftovers.
+    """
     here = short_directory
     shell.environment["TMPDIR"] = str(here)
     semaphores = set(Path("/dev/shm").glob("sem.mp-*"))
@@ -136,11 +151,15 @@ def test_a_local_run_listens_on_loopback_and_survives_strangers(
     assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
     for name in left:
         os.utime(here / name, (1, 1))
-    done = shell.run("-c", "from meshwright_launch.leftovers import remove_leftovers; remove_leftovers()")
+    done = shell.run(
+        "-c", "from meshwright_launch.leftovers import remove_leftovers; remove_leftovers()"
+    )
     assert done.returncode == 0 and temporary(here) == [], done.stderr
 
 
-def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_others_and_of_the_living_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from meshwright_launch import leftovers
 
     monkeypatch.setattr(leftovers, "_temporary_directory", lambda: tmp_path)
@@ -151,29 +170,25 @@ def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch:
     os.utime(mine, (1, 1))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "lock").touch()
+    (elsewhere / "file").touch()
     (tmp_path / "meshwright-launcher-link").symlink_to(elsewhere)
     young = tmp_path / "meshwright-launcher-young"
     young.mkdir()
     other = tmp_path / "meshwright-notes"
     other.mkdir()
-    dead, former = tmp_path / "meshwright-launcher-dead", tmp_path / "meshwright-launcher-former"
+    dead = tmp_path / "meshwright-launcher-dead"
     dead.mkdir()
-    former.mkdir()
-    lock = FileLock(former / "lock")  # of a version before, which did not lock the directory
-    lock.take()
-    os.utime(former, (1, 1))
-    (dead / "lock").touch()
+    (dead / "file").touch()
     os.utime(dead, (1, 1))
     old = tmp_path / "meshwright-launcher-old"
     old.mkdir()
     os.utime(old, (1, 1))
     leftovers.remove_leftovers()
-    lock.close()
-    assert mine.is_dir() and former.is_dir() and elsewhere.is_dir() and young.is_dir() and other.is_dir()
-    assert (elsewhere / "lock").exists() and not dead.exists() and not old.exists()
+    assert mine.is_dir() and elsewhere.is_dir() and young.is_dir() and other.is_dir()
+    assert (elsewhere / "file").exists() and not dead.exists() and not old.exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_is_one_message(shell: Shell, tmp_path: Path) -> None:
     with training(shell, tmp_path) as process:
@@ -181,7 +196,11 @@ def test_a_fork_server_that_is_killed_is_one_message(shell: Shell, tmp_path: Pat
         assert process.stdout is not None
         said = process.stdout.read()
         assert process.wait(LIMIT_S) == 1
-    assert "Traceback" not in said and "process that forks the ranks has ended" in said and "[MW-LAUNCH-036]" in said
+    assert (
+        "Traceback" not in said
+        and "process that forks the ranks has ended" in said
+        and "[MW-LAUNCH-036]" in said
+    )
 
 
 @pytest.mark.long
@@ -189,7 +208,9 @@ def test_a_run_is_restarted_after_its_fork_server_was_killed(shell: Shell, tmp_p
     with training(shell, tmp_path, restarts=1) as process:
         assert process.stdout is not None
         os.kill(_fork_server(shell), signal.SIGKILL)
-        restart = next(line for line in iter(process.stdout.readline, "") if "restart 1 of 1" in line)
+        restart = next(
+            line for line in iter(process.stdout.readline, "") if "restart 1 of 1" in line
+        )
         assert "process that forks the ranks has ended" in restart
         wait_for_a_step(process, next(tmp_path.rglob("metrics.jsonl")), after_s=time.time())
         os.kill(_fork_server(shell), signal.SIGKILL)
@@ -200,10 +221,12 @@ def test_a_run_is_restarted_after_its_fork_server_was_killed(shell: Shell, tmp_p
 
 def _fork_server(shell: Shell) -> int:
     return next(
-        pid for pid in shell.alive() if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() and _forks(pid)
+        pid
+        for pid in shell.alive()
+        if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() and _forks(pid)
     )
 
 
 def _forks(pid: int) -> bool:
-    """Whether it has children: the server, and not a rank."""
+    """Return whether it has children: the server, and not a rank."""
     return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())

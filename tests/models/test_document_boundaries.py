@@ -1,4 +1,6 @@
-"""Documents that share a sample do not see each other: loss and gradients are those of each on its own."""
+"""Documents that share a sample do not see each other:
+loss and gradients are those of each on its own.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def model_of(name: str, dropout: float = 0.0) -> nn.Sequential:
 
 
 def packed() -> tuple[dict[str, Tensor], Tensor]:
-    """Two samples, their documents in another order."""
+    """Return two samples, their documents in another order."""
     torch.manual_seed(5)
     tokens, labels = torch.randint(VOCAB, (2, 16)), torch.randint(VOCAB, (2, 16))
     starts = torch.zeros(2, 16, dtype=torch.bool)
@@ -40,7 +42,9 @@ def packed() -> tuple[dict[str, Tensor], Tensor]:
 
 def gradients(layers: nn.Sequential, loss: Tensor) -> dict[str, Tensor]:
     found = torch.autograd.grad(loss, list(layers.parameters()))
-    return {name: gradient for (name, _), gradient in zip(layers.named_parameters(), found, strict=True)}
+    return {
+        name: gradient for (name, _), gradient in zip(layers.named_parameters(), found, strict=True)
+    }
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-12], ids=["fused", "own attention"])
@@ -58,9 +62,15 @@ def test_a_packed_sample_is_its_documents_alone(name: str, dropout: float) -> No
     assert float((together - alone).abs().detach() / alone.detach()) < (1e-9 if dropout else 1e-13)
     expected = gradients(layers, alone)
     for parameter, gradient in gradients(layers, together).items():
-        assert float((gradient - expected[parameter]).norm() / expected[parameter].norm()) < 1e-8, parameter
-    leaking = F.cross_entropy(layers(inputs["tokens"]).flatten(0, 1), labels.flatten(), reduction="sum")
-    assert float((leaking - alone).abs().detach() / alone.detach()) > 1e-3, "without boundaries it is something else"
+        assert float((gradient - expected[parameter]).norm() / expected[parameter].norm()) < 1e-8, (
+            parameter
+        )
+    leaking = F.cross_entropy(
+        layers(inputs["tokens"]).flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    assert float((leaking - alone).abs().detach() / alone.detach()) > 1e-3, (
+        "without boundaries it is something else"
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -68,7 +78,10 @@ def test_one_document_is_as_if_there_were_none(name: str) -> None:
     layers, (inputs, _) = model_of(name), packed()
     starts = torch.zeros(2, 16, dtype=torch.bool)
     starts[:, 0] = True
-    both: list[Any] = [layers(inputs["tokens"]), layers({"tokens": inputs["tokens"], "starts": starts})]
+    both: list[Any] = [
+        layers(inputs["tokens"]),
+        layers({"tokens": inputs["tokens"], "starts": starts}),
+    ]
     torch.testing.assert_close(both[0], both[1], rtol=1e-12, atol=1e-12)
 
 

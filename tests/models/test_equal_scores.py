@@ -1,4 +1,6 @@
-"""Equal experts and equal tokens: the place decides between them, whatever rounding does to their scores."""
+"""Equal experts and equal tokens: the place decides between them,
+whatever rounding does to their scores.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def router(dtype: torch.dtype = torch.float64, **options) -> Router:
 
 
 def with_equal_tokens(dtype: torch.dtype = torch.float64) -> Tensor:
-    """Samples (B, S, D) in which a third of the tokens, and the last ones, have one state."""
+    """Return samples (B, S, D) in which a third of the tokens, and the last ones, have one state."""
     torch.manual_seed(1)
     x = torch.randn(B, S, D, dtype=dtype)
     x[:, ::3] = x[:, -4:] = x[:, :1].clone()
@@ -33,15 +35,23 @@ def with_equal_tokens(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def noisy(x: Tensor, seed: int, size: float) -> Tensor:
     """Return x with other last bits, as another layout's products have them."""
-    return x * (1 + size * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed)))
+    return x * (
+        1
+        + size * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def by_loop(ids: Tensor, scores: Tensor, capacity: int, tolerance: float) -> Tensor:
-    """The rule, choice by choice: above the ties, then the ties by place, up to the capacity."""
+    """Apply the rule choice by choice: above the ties, then the ties by place, up to the
+    capacity.
+    """
     is_kept = torch.zeros_like(ids, dtype=torch.bool)
     for sample in range(ids.shape[0]):
         for expert in range(E):
-            chosen = [(float(scores[sample, s, k]), s, k) for s, k in (ids[sample] == expert).nonzero().tolist()]
+            chosen = [
+                (float(scores[sample, s, k]), s, k)
+                for s, k in (ids[sample] == expert).nonzero().tolist()
+            ]
             ordered = sorted((score for score, _, _ in chosen), reverse=True)
             threshold = ordered[min(capacity, len(ordered)) - 1] if ordered else 0.0
             above = [each for each in chosen if each[0] > threshold * (1 + tolerance)]
@@ -71,7 +81,11 @@ def test_of_equal_tokens_the_earlier_ones_are_kept() -> None:
     x = with_equal_tokens()[:, :1].expand(B, S, D)
     ids, weights = limited(noisy(x, 0, 1e-15))
     capacity = int(0.5 * K * S / E)
-    assert (ids[:, :capacity] < E).all() and (ids[:, capacity:] == E).all() and (weights[:, capacity:] == 0).all()
+    assert (
+        (ids[:, :capacity] < E).all()
+        and (ids[:, capacity:] == E).all()
+        and (weights[:, capacity:] == 0).all()
+    )
 
 
 def test_tokens_that_differ_by_more_than_the_tolerance_are_kept_by_score() -> None:
@@ -85,7 +99,9 @@ def test_tokens_that_differ_by_more_than_the_tolerance_are_kept_by_score() -> No
 def test_the_rule_is_that_of_a_loop(seed: int) -> None:
     torch.manual_seed(seed)
     scores = (torch.randint(1, 6, (B, S, E)) / 8).double()
-    scores = noisy(scores if seed % 2 else scores + 0.1 * torch.rand(B, S, E, dtype=torch.float64), seed, 1e-14)
+    scores = noisy(
+        scores if seed % 2 else scores + 0.1 * torch.rand(B, S, E, dtype=torch.float64), seed, 1e-14
+    )
     ids = scores.argsort(-1, descending=True)[..., :K]
     of_ids, tolerance = scores.gather(-1, ids), OF_TOKENS[torch.float64]
     capacity = 1 + seed % 9
@@ -104,7 +120,9 @@ def test_a_sample_without_a_full_expert_has_no_gap() -> None:
 
 
 def doubled(chosen: Router) -> Router:
-    """A router whose experts 1, 3 and 5 have the rows of 0, 2 and 4, as experts copied from a smaller mixture do."""
+    """Return a router whose experts 1, 3 and 5 have the rows of 0, 2 and 4,
+    as experts copied from a smaller mixture do.
+    """
     with torch.no_grad():
         chosen.weight[1::2] = chosen.weight[::2]
     return chosen
@@ -114,9 +132,14 @@ def doubled(chosen: Router) -> Router:
 @pytest.mark.parametrize(
     "options",
     [{"top_k": 1}, {"top_k": 3}, {"top_k": 1, "scores": "sigmoid"}, {"top_k": 1, "has_bias": True}]
-    + [{"top_k": 2, "num_groups": 3, "groups_per_token": 1, "group_score": score} for score in ("max", "top2")],
+    + [
+        {"top_k": 2, "num_groups": 3, "groups_per_token": 1, "group_score": score}
+        for score in ("max", "top2")
+    ],
 )
-def test_the_last_bits_of_equal_experts_choose_no_others(dtype: torch.dtype, options: dict[str, object]) -> None:
+def test_the_last_bits_of_equal_experts_choose_no_others(
+    dtype: torch.dtype, options: dict[str, object]
+) -> None:
     equal = doubled(router(dtype, **options))
     if equal.bias is not None:  # nearly cancels the scores: their rounding stays
         equal.bias.fill_(-0.2)
@@ -162,7 +185,9 @@ def test_a_smaller_change_than_the_gap_chooses_no_others(perturbed: Callable[...
 @pytest.mark.parametrize("num_experts", [3, 7, 49])
 def test_the_bias_of_an_expert_with_the_mean_load_stays(num_experts: int) -> None:
     """49 x (1 / 49) is not 1: a mean that is computed as a product leaves a sign."""
-    balanced = Router(D, Routing(num_experts, 1, has_bias=True), Balance(bias_rate=0.25, counts=True))
+    balanced = Router(
+        D, Routing(num_experts, 1, has_bias=True), Balance(bias_rate=0.25, counts=True)
+    )
     balanced.counts.fill_(1)
     balanced.counts[0], balanced.counts[1] = 2, 0
     balanced.end_step()

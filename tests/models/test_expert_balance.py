@@ -1,4 +1,6 @@
-"""Balance of the experts' load in plain torch: losses against transformers and by hand, the bias, counts."""
+"""Balance of the experts' load in plain torch: losses against transformers and by hand, the bias,
+counts.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,12 @@ def test_the_batch_loss_is_that_of_transformers() -> None:
     plain = router(None)
     logits = plain.logits(samples())
     ids, _ = plain.choose(plain.scores(logits))
-    ours = loss_sum(Balance(batch_loss=0.02), logits, plain.scores(logits), ids, unchanged) / (B * S)
+    ours = loss_sum(Balance(batch_loss=0.02), logits, plain.scores(logits), ids, unchanged) / (
+        B * S
+    )
     theirs = 0.02 * mixtral.load_balancing_loss_func((logits.reshape(-1, E),), E, K)
-    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0.0)  # theirs counts in float32
+    # theirs counts in float32
+    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0.0)
 
 
 def by_hand(plain: Router, x: Tensor, alpha: float) -> Tensor:
@@ -66,17 +71,29 @@ def test_the_sequence_loss_and_its_gradient_by_hand(scores: str) -> None:
 
 def test_samples_are_balanced_each_by_itself_and_a_batch_as_a_whole() -> None:
     x, plain = samples(), router(None)
-    for balance, is_equal in ((Balance(sequence_loss=1.0, z_loss=1.0), True), (Balance(batch_loss=1.0), False)):
+    for balance, is_equal in (
+        (Balance(sequence_loss=1.0, z_loss=1.0), True),
+        (Balance(batch_loss=1.0), False),
+    ):
         sums = []
         for parts in (x.split(1), x.split(B)):
             logits = [plain.logits(part) for part in parts]
             found = [
-                loss_sum(balance, each, plain.scores(each), plain.choose(plain.scores(each))[0], unchanged)
+                loss_sum(
+                    balance,
+                    each,
+                    plain.scores(each),
+                    plain.choose(plain.scores(each))[0],
+                    unchanged,
+                )
                 for each in logits
             ]
             sums.append(float(sum(found).detach()))
         assert (abs(sums[0] - sums[1]) < 1e-12) == is_equal
-    assert router(Balance(batch_loss=1.0)).couples_samples and not router(Balance(sequence_loss=1.0)).couples_samples
+    assert (
+        router(Balance(batch_loss=1.0)).couples_samples
+        and not router(Balance(sequence_loss=1.0)).couples_samples
+    )
 
 
 def test_the_bias_follows_the_counts_of_training_alone() -> None:
@@ -89,7 +106,9 @@ def test_the_bias_follows_the_counts_of_training_alone() -> None:
     assert torch.equal(balanced.counts, counts) and counts.sum() == B * S * K
     assert torch.equal(count_tokens(ids, E).sum(0), counts)
     balanced.end_step()
-    assert torch.equal(balanced.bias, 0.5 * (counts.double().mean() - counts).sign().to(balanced.bias.dtype))
+    assert torch.equal(
+        balanced.bias, 0.5 * (counts.double().mean() - counts).sign().to(balanced.bias.dtype)
+    )
     assert balanced.counts.sum() == 0
 
 
@@ -114,7 +133,9 @@ def test_the_nearest_tie_of_a_choice() -> None:
         plain.weight[2] = plain.weight[1]
     ties = plain.scores(plain.logits(x)).sort(-1, descending=True).values[..., K - 1 : K + 1]
     assert (ties[..., 0] - ties[..., 1]).min() <= 1e-15, "two experts are equal"
-    assert 1e-12 < plain.choice_gap(x) <= OF_EXPERTS[torch.float64], "they count as equal, and rounding is far less"
+    assert 1e-12 < plain.choice_gap(x) <= OF_EXPERTS[torch.float64], (
+        "they count as equal, and rounding is far less"
+    )
     assert math.isinf(Router(D, Routing(E, E)).choice_gap(x.float()))
     grouped = Router(D, Routing(E, 1, num_groups=2, group_score="max")).double()
     assert float(grouped.choice_gap(x)) > 0

@@ -1,4 +1,6 @@
-"""Routers and experts in one process: choice, weights, ties, gradients, slices of experts, precision."""
+"""Routers and experts in one process: choice, weights, ties, gradients, slices of experts,
+precision.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def tokens(count: int = 7) -> Tensor:
 
 
 def one_by_one(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The definition: a loop over tokens and their experts."""
+    """Return the definition: a loop over tokens and their experts."""
     found = torch.zeros_like(x)
     for b in range(x.shape[0]):
         for s in range(x.shape[1]):
@@ -53,7 +55,9 @@ def test_the_output_is_the_weighted_sum_over_a_tokens_experts(top_k: int) -> Non
     found = MoE(router, experts)(x)
     expected = one_by_one(experts, x, ids, weights)
     assert (found - expected).norm() < 1e-12 * expected.norm()
-    ours, theirs = (torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (found, expected))
+    ours, theirs = (
+        torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (found, expected)
+    )
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine - other).norm() <= 1e-11 * other.norm() + 1e-13
 
@@ -72,7 +76,9 @@ def test_a_slice_of_the_experts_is_a_module_of_experts() -> None:
     ids = torch.arange(x.shape[0]).remainder(4)[:, None]
     part = copy.deepcopy(whole)
     part.gate_up, part.down = nn.Parameter(whole.gate_up[4:]), nn.Parameter(whole.down[4:])
-    assert torch.equal(part(x, ids, None), whole(x, ids + 4, torch.ones(ids.shape, dtype=torch.float64)))
+    assert torch.equal(
+        part(x, ids, None), whole(x, ids + 4, torch.ones(ids.shape, dtype=torch.float64))
+    )
 
 
 def test_of_equal_scores_the_lowest_id_is_chosen() -> None:
@@ -98,7 +104,9 @@ def test_groups_limit_the_choice_also_where_all_scores_are_negative() -> None:
     ids, _ = router(x)
     scores = router.logits(x).sigmoid().unflatten(-1, (4, 2)).sum(-1)
     best = scores.topk(2, dim=-1).indices
-    for found, groups in zip((ids // 2).flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True):
+    for found, groups in zip(
+        (ids // 2).flatten(0, 1).tolist(), best.flatten(0, 1).tolist(), strict=True
+    ):
         assert sorted(found) == sorted([*groups, *groups])
 
 
@@ -134,24 +142,47 @@ def test_a_grouped_product_computes_the_loop(monkeypatch: pytest.MonkeyPatch) ->
         ({"num_experts": 4}, ["top_k must be given"]),
         ({"num_experts": 4, "top_k": 5}, ["top_k=5", "num_experts=4"]),
         ({"num_experts": 4, "top_k": 0, "capacity_factor": 1.25}, ["top_k=0 must be positive"]),
-        ({"num_experts": 4, "top_k": 2, "num_expert": 3}, ["no option num_expert", "did you mean num_experts"]),
+        (
+            {"num_experts": 4, "top_k": 2, "num_expert": 3},
+            ["no option num_expert", "did you mean num_experts"],
+        ),
         ({"num_experts": 4, "top_k": 2, "router": "relu"}, ["router='relu'", "softmax, sigmoid"]),
-        ({"num_experts": 4, "top_k": 2, "expert_ffn_size": 8}, ["expert_ffn_size=8", "ffn_size=24"]),
+        (
+            {"num_experts": 4, "top_k": 2, "expert_ffn_size": 8},
+            ["expert_ffn_size=8", "ffn_size=24"],
+        ),
         ({"num_experts": 6, "top_k": 2, "num_groups": 4}, ["num_groups=4", "num_experts=6"]),
         ({"num_experts": 8, "top_k": 3, "num_groups": 4}, ["1 groups of 2 experts", "top_k=3"]),
         ({"num_experts": 4, "top_k": 2, "first_dense": 1}, ["first_dense", "num_layers=1"]),
         ({"num_experts": 4, "top_k": 2, "shared_gate": True}, ["shared_ffn_size"]),
-        ({"num_experts": "4", "top_k": 2.0}, ["num_experts='4' must be a whole number; top_k=2.0 must be"]),
+        (
+            {"num_experts": "4", "top_k": 2.0},
+            ["num_experts='4' must be a whole number; top_k=2.0 must be"],
+        ),
         ({"num_experts": 4, "top_k": True}, ["top_k=True must be a whole number"]),
-        ({"num_experts": 4, "top_k": 2, "expert_ffn_size": "8"}, ["expert_ffn_size='8' must be a whole number"]),
-        ({"num_experts": 4, "top_k": 2, "batch_loss": math.nan}, ["batch_loss=nan must be a finite number"]),
-        ({"num_experts": 4, "top_k": 2, "normalise": "false"}, ["normalise='false' must be true or false"]),
-        ({"num_experts": 4, "top_k": 2, "router": ["softmax"]}, ["router=['softmax'] must be a text"]),
+        (
+            {"num_experts": 4, "top_k": 2, "expert_ffn_size": "8"},
+            ["expert_ffn_size='8' must be a whole number"],
+        ),
+        (
+            {"num_experts": 4, "top_k": 2, "batch_loss": math.nan},
+            ["batch_loss=nan must be a finite number"],
+        ),
+        (
+            {"num_experts": 4, "top_k": 2, "normalise": "false"},
+            ["normalise='false' must be true or false"],
+        ),
+        (
+            {"num_experts": 4, "top_k": 2, "router": ["softmax"]},
+            ["router=['softmax'] must be a text"],
+        ),
         ({"num_experts": 4, "top_k": 2, "bias_rate": 0.1}, ["bias_rate=0.1", 'balance="bias"']),
         (4, ["moe=4 must be a table", "num_experts"]),
     ],
 )
-def test_options_without_a_meaning_are_refused_with_their_values(moe: Any, words: list[str]) -> None:
+def test_options_without_a_meaning_are_refused_with_their_values(
+    moe: Any, words: list[str]
+) -> None:
     with pytest.raises(ValueError, match="moe") as caught:
         llama.build(31, 16, 1, 2, 2, 24, 16, moe=moe)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -1,6 +1,7 @@
 """Attention by FlexAttention: which cases take it, its tiles against dense masks, and its numbers.
 
-On a CPU torch refuses FlexAttention's backward, although it has one: its plain form, which a test may enter.
+On a CPU torch refuses FlexAttention's backward, although it has one: its plain form, which a test
+may enter.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from meshwright_models import attention, flex
 from meshwright_models.attention import AttentionCore, documents_of
 from meshwright_models.flex import TILE, Case, Form, block_mask, form_of, tiles_of
 from meshwright_models.some_queries import first_seen
+from tests.support.marks import marked_rows
 
 GPU = Case("cuda", torch.bfloat16, 128, 8192, has_documents=True)
 CPU = Case("cpu", torch.float32, 64, 8192, has_documents=True, reads=True)
@@ -73,7 +75,11 @@ def dense(document: Tensor | None, window: int | None, length: int) -> Tensor:
 def in_tiles(pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Tiles with a seen pair, and tiles of seen pairs alone; places after the end are not seen."""
     beyond = -pairs.shape[-1] % TILE
-    tiles = torch.nn.functional.pad(pairs, (0, beyond, 0, beyond)).unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
+    tiles = (
+        torch.nn.functional.pad(pairs, (0, beyond, 0, beyond))
+        .unflatten(2, (-1, TILE))
+        .unflatten(1, (-1, TILE))
+    )
     return tiles.any(4).any(2), tiles.all(4).all(2)
 
 
@@ -101,9 +107,12 @@ def test_tiles_are_those_of_the_dense_mask(length: int, share: float | None) -> 
             of_keys = [getattr(mask, f"{kind}kv_{name}") for name in ("num_blocks", "indices")]
             of_queries = [getattr(mask, f"{kind}q_{name}") for name in ("num_blocks", "indices")]
             assert torch.equal(from_lists(*of_keys), tiles)
-            assert torch.equal(from_lists(*of_queries), tiles.transpose(1, 2)), "what backward goes through"
+            assert torch.equal(from_lists(*of_queries), tiles.transpose(1, 2)), (
+                "what backward goes through"
+            )
         b, q, k = (
-            torch.arange(n).view(shape) for n, shape in zip(pairs.shape, ((-1, 1, 1), (-1, 1), (-1,)), strict=True)
+            torch.arange(n).view(shape)
+            for n, shape in zip(pairs.shape, ((-1, 1, 1), (-1, 1), (-1,)), strict=True)
         )
         assert torch.equal(mask.mask_mod(b, torch.tensor(0), q, k).expand_as(pairs), pairs)
 
@@ -125,7 +134,10 @@ def _decide(real: Callable[[Case], Form], case: Case) -> Form:
 
 
 def check(
-    core: Callable[..., Tensor], window: int | None, starts: Tensor | None, around: Callable[..., Tensor]
+    core: Callable[..., Tensor],
+    window: int | None,
+    starts: Tensor | None,
+    around: Callable[..., Tensor],
 ) -> None:
     """Compare output and gradients with those of a dense mask."""
     length = 200
@@ -152,8 +164,11 @@ def split(core: Callable[..., Tensor], *args: Any) -> Tensor:
         return core(*args)
 
 
+@pytest.mark.long
 def test_numbers_of_documents_and_windows(as_on_cuda: None) -> None:
-    """Compiled once for all documents; under the modes of a split backward and of pointwise recompute too."""
+    """Compiled once for all documents; under the modes of a split backward and
+    of pointwise recompute too.
+    """
     torch.manual_seed(0)
     torch._dynamo.utils.counters.clear()
     core = AttentionCore(77)
@@ -163,9 +178,12 @@ def test_numbers_of_documents_and_windows(as_on_cuda: None) -> None:
     check(core, 77, None, plainly)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("around", [plainly, split])
 @pytest.mark.parametrize("window", [None, 77])
-def test_numbers_in_a_compiled_layer(as_on_cuda: None, window: int | None, around: Callable[..., Tensor]) -> None:
+def test_numbers_in_a_compiled_layer(
+    as_on_cuda: None, window: int | None, around: Callable[..., Tensor]
+) -> None:
     core = AttentionCore(window)
     check(core, window, drawn_starts(200, 0.03), split)
     compiled = torch.compile(core, backend="aot_eager", fullgraph=True)
@@ -173,8 +191,14 @@ def test_numbers_in_a_compiled_layer(as_on_cuda: None, window: int | None, aroun
         check(compiled, window, drawn_starts(200, 0.03), around)
 
 
+@marked_rows("long", "None-None-zigzag", "77-None-contiguous", "200-0.004-zigzag")
+@marked_rows(
+    "torture", "None-None-contiguous", "77-None-zigzag", "None-0.02-zigzag", "200-0.004-contiguous"
+)
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-@pytest.mark.parametrize(("window", "share"), [(None, None), (77, None), (None, 0.02), (200, 0.004)])
+@pytest.mark.parametrize(
+    ("window", "share"), [(None, None), (77, None), (None, 0.02), (200, 0.004)]
+)
 def test_numbers_of_the_queries_of_a_context_parallel_rank(
     as_on_cuda: None, order: str, window: int | None, share: float | None
 ) -> None:
@@ -192,17 +216,24 @@ def test_numbers_of_the_queries_of_a_context_parallel_rank(
         partial, full = tiles_of(places.expand(len(first), -1), first, length)
         assert torch.equal(full[:, 0], whole)
         assert bool(((partial | full)[:, 0] | ~some).all())
-        assert core.query_blocks(q, k, v, None, starts, places=places, length=length) == [slice(0, len(of_rank))]
+        assert core.query_blocks(q, k, v, None, starts, places=places, length=length) == [
+            slice(0, len(of_rank))
+        ]
         found = core(q, k, v, None, starts, places)
         wide = (t.repeat_interleave(2, dim=1) for t in (k, v))
-        expected = torch.nn.functional.scaled_dot_product_attention(q, *wide, pairs[:, None, of_rank])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, *wide, pairs[:, None, of_rank]
+        )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         upstream = torch.randn_like(q)
         wanted = torch.autograd.grad(expected, (q, k, v), upstream)
-        for mine, theirs in zip(torch.autograd.grad(found, (q, k, v), upstream), wanted, strict=True):
+        for mine, theirs in zip(
+            torch.autograd.grad(found, (q, k, v), upstream), wanted, strict=True
+        ):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_kernel_goes_through_these_tiles_alone() -> None:
     """torch's CPU kernel skips tiles as CUDA's does; the plain form above looks at all pairs."""
     torch.manual_seed(0)
@@ -219,7 +250,10 @@ def test_a_kernel_goes_through_these_tiles_alone() -> None:
             q,
             k,
             v,
-            *(each.int().expand(2, -1).contiguous() for each in (places, first_seen(places, starts, None))),
+            *(
+                each.int().expand(2, -1).contiguous()
+                for each in (places, first_seen(places, starts, None))
+            ),
             None,
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

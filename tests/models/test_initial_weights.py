@@ -1,4 +1,6 @@
-"""Options of the initial weights against the functions of megatron-core and the rules of torchtitan and nanotron."""
+"""Options of the initial weights against the functions of megatron-core and the rules
+of torchtitan and nanotron.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,15 @@ def test_megatrons_functions_draw_the_same_weights(build, std: float) -> None:
 
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize(
-    ("residual", "divisors"), [("none", [1, 1, 1]), ("layer_index", [math.sqrt(2), 2, math.sqrt(6)])]
+    ("residual", "divisors"),
+    [("none", [1, 1, 1]), ("layer_index", [math.sqrt(2), 2, math.sqrt(6)])],
 )
-def test_other_rules_for_the_ends_of_residual_branches(build, residual: str, divisors: list[float]) -> None:
-    """torchtitan's ``depth_init`` (0.02 / sqrt(2 (layer_id + 1))) and nanotron's scaling method NONE."""
+def test_other_rules_for_the_ends_of_residual_branches(
+    build, residual: str, divisors: list[float]
+) -> None:
+    """torchtitan's ``depth_init`` (0.02 / sqrt(2 (layer_id + 1)))
+    and nanotron's scaling method NONE.
+    """
     model = build(init_std=0.05, residual_init=residual)
     for layer, divisor in enumerate(divisors):
         for ending in RESIDUAL:
@@ -85,5 +92,7 @@ FORMER = {gpt2_of: [-0.7428784988, -0.2325350724], llama_of: [-0.7428784988, 0.3
 def test_options_without_a_meaning(build) -> None:
     with pytest.raises(ValueError, match="init_std=0 must be positive"):
         build(init_std=0)
-    with pytest.raises(ValueError, match="residual_init='depth' must be one of num_layers, layer_index, none"):
+    with pytest.raises(
+        ValueError, match="residual_init='depth' must be one of num_layers, layer_index, none"
+    ):
         build(residual_init="depth")

@@ -1,4 +1,6 @@
-"""Every config that is shipped: it loads, its model is the published one, its layout fits the model and the batch."""
+"""Every config that is shipped: it loads, its model is the published one,
+its layout fits the model and the batch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ NAMED = {  # name -> ranks, parameters, chunks, tokens of one step (of the encod
     "mixtral-8x7b": (64, 46_702_792_704, 16, 1024 * 4096),
     "olmoe-1b-7b": (64, 6_919_161_856, 2, 1024 * 4096),
     "qwen3-30b-a3b": (128, 30_532_122_624, 8, 1024 * 4096),
-    "deepseek-v3": (2048, 671_026_404_352 + 11_610_067_968, 120, 15_360 * 4096),  # the second: multi-token prediction
+    # the second: multi-token prediction
+    "deepseek-v3": (2048, 671_026_404_352 + 11_610_067_968, 120, 15_360 * 4096),
 }
 
 
@@ -60,7 +63,9 @@ def test_batch_and_layout_come_out_as_documented(name: str) -> None:
     config = resolve(load(CONFIGS / f"{name}.toml"), ranks)
     assert config.batch.chunks == chunks
     assert config.batch.global_batch * config.data.sequence_length == tokens_per_step
-    assert config.batch.chunks >= config.parallel.pp, "a pipeline with fewer micro-batches than ranks mostly waits"
+    assert config.batch.chunks >= config.parallel.pp, (
+        "a pipeline with fewer micro-batches than ranks mostly waits"
+    )
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -76,10 +81,16 @@ def test_model_is_the_published_one_and_fits_the_layout(name: str) -> None:
 
 
 def test_deepseek_v3_without_multi_token_prediction_has_the_published_parameters() -> None:
-    """671,026,419,200 in its published weights, which count the biases of 58 routers of 256 experts too."""
+    """671,026,419,200 in its published weights,
+    which count the biases of 58 routers of 256 experts too.
+    """
     model = build_on_meta(load(CONFIGS / "deepseek-v3.toml", ["--model.options.mtp_layers=0"]))
-    biases = [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("router.bias")]
-    assert sum(parameter.numel() for parameter in model.parameters()) + sum(biases) == 671_026_419_200
+    biases = [
+        buffer.numel() for name, buffer in model.named_buffers() if name.endswith("router.bias")
+    ]
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) + sum(biases) == 671_026_419_200
+    )
 
 
 @pytest.mark.parametrize("layout", [(8, 1, 1), (1, 1, 4), (1, 4, 2), (2, 1, 4), (4, 2, 1)])
@@ -92,27 +103,40 @@ def test_the_demo_keeps_its_batch_in_other_layouts(layout: tuple[int, int, int])
 
 
 def test_the_moe_demo_and_its_dense_model_have_the_same_flops() -> None:
-    """The words are those of docs/mixture-of-experts.md; the layers' FLOPs are measured, routers included."""
-    one = ["--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1", "--parallel.ep=1", "--parallel.sequence=false"]
+    """The words are those of docs/mixture-of-experts.md; the layers' FLOPs are measured,
+    routers included.
+    """
+    one = [
+        "--parallel.dp=1",
+        "--parallel.pp=1",
+        "--parallel.tp=1",
+        "--parallel.ep=1",
+        "--parallel.sequence=false",
+    ]
     dense = ["--model.options.moe=none", "--model.options.ffn_size=260"]
     page = (ROOT / "docs" / "mixture-of-experts.md").read_text()
     assert f"train configs/moe-demo.toml --run.name=dense {' '.join(dense)} --parallel.ep=1" in page
     found = [
-        draw_blueprint(resolve(load(CONFIGS / "moe-demo.toml", one + words), 1)).flops_per_step for words in ([], dense)
+        draw_blueprint(resolve(load(CONFIGS / "moe-demo.toml", one + words), 1)).flops_per_step
+        for words in ([], dense)
     ]
     assert found[0] == found[1] > 0
 
 
 def test_the_t5_demo_has_room_for_just_its_sentinels() -> None:
     config = load(CONFIGS / "t5-demo.toml")
-    assert config.model.options["vocab_size"] == 4096 + lengths(config.data.sequence_length).sentinels
+    assert (
+        config.model.options["vocab_size"] == 4096 + lengths(config.data.sequence_length).sentinels
+    )
     assert lengths(config.data.sequence_length).decoder % config.parallel.tp == 0
 
 
 def documented(first_column: str) -> dict[str, list[str]]:
     """Return a table of docs/models.md, without backticks: first cell -> the other cells."""
     lines = (ROOT / "docs" / "models.md").read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
+    start = next(
+        number for number, line in enumerate(lines) if line.startswith(f"| {first_column} |")
+    )
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
     cells = [[cell.strip().replace("`", "") for cell in row.strip("|").split("|")] for row in rows]
     return {first: others for first, *others in cells}
@@ -126,7 +150,9 @@ def test_the_documentation_lists_each_builder_with_the_models_it_converts() -> N
     table = documented("builder")
     assert table.keys() == {f"meshwright_models.{path.stem}:build" for path in modules}
     for builder, cells in table.items():
-        assert cells[-1] == ", ".join(family.model_type for family in FAMILIES if family.builder == builder)
+        assert cells[-1] == ", ".join(
+            family.model_type for family in FAMILIES if family.builder == builder
+        )
 
 
 def test_the_documentation_lists_each_config_with_its_sizes() -> None:

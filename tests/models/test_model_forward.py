@@ -1,4 +1,6 @@
-"""The models against an independent plain implementation: loops over heads, one matrix per head, complex rotations."""
+"""The models against an independent plain implementation: loops over heads, one matrix per head,
+complex rotations.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,21 @@ def small_gpt2(**options) -> nn.Sequential:
 
 def small_llama(**options) -> nn.Sequential:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 44}
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 44,
+    }
     return randomised(llama.build(**{**sizes, **options}))
 
 
 def randomised(model: nn.Sequential) -> nn.Sequential:
-    """Weights large enough that every part of the model is seen in its output, biases and norms included."""
+    """Return weights large enough that every part of the model is seen in its output,
+    biases and norms included.
+    """
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=0.1, std=0.3)
     return model.double()
@@ -49,7 +60,9 @@ def turn(x: Tensor, frequencies: list[float]) -> Tensor:
     out = x.clone()
     for position in range(len(x)):
         for i, frequency in enumerate(frequencies):
-            turned = complex(x[position, i], x[position, i + half]) * cmath.exp(1j * position * frequency)
+            turned = complex(x[position, i], x[position, i + half]) * cmath.exp(
+                1j * position * frequency
+            )
             out[position, i], out[position, i + half] = turned.real, turned.imag
     return out
 
@@ -63,7 +76,9 @@ def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
 
 
-def plain_gpt2(weights: dict[str, Tensor], model: nn.Sequential, ids: Tensor, num_heads: int) -> Tensor:
+def plain_gpt2(
+    weights: dict[str, Tensor], model: nn.Sequential, ids: Tensor, num_heads: int
+) -> Tensor:
     """One sample, (S,) -> (S, V). The rows of a head are its q, its k, its v, head_dim each."""
     x = (
         torch.stack([weights["embedding.tokens.weight"][t] for t in ids])
@@ -75,8 +90,12 @@ def plain_gpt2(weights: dict[str, Tensor], model: nn.Sequential, ids: Tensor, nu
         h = layer_norm(x, block.attention_norm)
         heads = []
         for i in range(num_heads):
-            rows = [slice((3 * i + part) * head_dim, (3 * i + part + 1) * head_dim) for part in range(3)]
-            q, k, v = (h @ block.attention.qkv.weight[r].T + block.attention.qkv.bias[r] for r in rows)
+            rows = [
+                slice((3 * i + part) * head_dim, (3 * i + part + 1) * head_dim) for part in range(3)
+            ]
+            q, k, v = (
+                h @ block.attention.qkv.weight[r].T + block.attention.qkv.bias[r] for r in rows
+            )
             heads.append(attend(q, k, v))
         x = x + torch.cat(heads, 1) @ block.attention.out.weight.T + block.attention.out.bias
         h = layer_norm(x, block.mlp_norm) @ block.mlp.up.weight.T + block.mlp.up.bias
@@ -94,7 +113,8 @@ def plain_llama(
     for n in range(2):
         block = model.get_submodule(f"block{n}")
         h = rms_norm(x, block.attention_norm)
-        rows = list(block.attention.qkv.weight.split(head_dim))  # one entry per head: q .. q k v of a group, next group
+        # one entry per head: q .. q k v of a group, next group
+        rows = list(block.attention.qkv.weight.split(head_dim))
         heads = []
         for i in range(num_heads):
             group, within = divmod(i, per_group)
@@ -130,12 +150,16 @@ def test_gpt2_equals_the_plain_implementation(tied: bool) -> None:
 def test_llama_equals_the_plain_implementation(num_heads: int, num_kv_heads: int) -> None:
     model = small_llama(num_heads=num_heads, num_kv_heads=num_kv_heads)
     frequencies = [500_000.0 ** (-2 * i / 8) for i in range(4)]
-    expected = torch.stack([plain_llama(model, ids, num_heads, num_kv_heads, frequencies) for ids in IDS])
+    expected = torch.stack(
+        [plain_llama(model, ids, num_heads, num_kv_heads, frequencies) for ids in IDS]
+    )
     assert_same(model(IDS), expected)
 
 
 def plainly_scaled(frequency: float) -> float:
-    """Llama 3.1's rule as Meta states it: by wavelength, factor 8, low 1, high 4, original length 8,192."""
+    """Llama 3.1's rule as Meta states it: by wavelength, factor 8, low 1, high 4,
+    original length 8,192.
+    """
     wavelength = 2 * math.pi / frequency
     if wavelength < 8192 / 4:
         return frequency
@@ -167,7 +191,9 @@ def test_rotary_angles_survive_casts_and_the_meta_device() -> None:
     with torch.device("meta"):
         model = llama.build(97, 32, 1, 4, 2, 48)
     rotary = model.block0.attention.rotary
-    assert rotary.frequencies.device.type == "cpu", "buffers stay real when the parameters are on meta"
+    assert rotary.frequencies.device.type == "cpu", (
+        "buffers stay real when the parameters are on meta"
+    )
     expected = [500_000.0 ** (-2 * i / 8) for i in range(4)]
     for moved in (model.bfloat16(), model.to("meta").to_empty(device="cpu"), model.half().double()):
         kept = moved.block0.attention.rotary.frequencies
@@ -219,19 +245,29 @@ def test_dropout_acts_in_training_alone_and_everywhere_it_should(small) -> None:
     model = small(dropout=0.5)
     assert torch.equal(model.eval()(IDS), small(dropout=0.0)(IDS))
     model.train()
-    dropouts = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    dropouts = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)
+    }
     places = ["embedding.dropout"]
-    places += [f"block{i}.{at}" for i in range(2) for at in ("attention.dropout", "after_attention", "after_mlp")]
+    places += [
+        f"block{i}.{at}"
+        for i in range(2)
+        for at in ("attention.dropout", "after_attention", "after_mlp")
+    ]
     assert sorted(dropouts) == sorted(places)
     seen: dict[str, tuple[int, ...]] = {}
     for name, module in dropouts.items():
-        module.register_forward_hook(lambda _, inputs, __, name=name: seen.update({name: tuple(inputs[0].shape)}))
+        module.register_forward_hook(
+            lambda _, inputs, __, name=name: seen.update({name: tuple(inputs[0].shape)})
+        )
     assert not torch.equal(model(IDS), model(IDS))
     assert sorted(seen) == sorted(places), "a dropout module that nobody calls"
     assert seen["block0.attention.dropout"] == (2, 4, 7, 7), "heads must be in dim 1"
 
 
-@pytest.mark.parametrize("build", [lambda: gpt2.build(500, 64, 8, 4), lambda: llama.build(500, 64, 8, 4, 2, 96)])
+@pytest.mark.parametrize(
+    "build", [lambda: gpt2.build(500, 64, 8, 4), lambda: llama.build(500, 64, 8, 4, 2, 96)]
+)
 def test_initial_weights_by_name(build) -> None:
     model = build()
     drawn = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -249,11 +285,15 @@ def test_initial_weights_by_name(build) -> None:
     torch.manual_seed(5)
     model.initialise("block3.attention.qkv.weight", filled)
     torch.manual_seed(5)
-    assert torch.equal(filled, torch.empty_like(filled).normal_(std=0.02)), "draws from the default generator only"
+    assert torch.equal(filled, torch.empty_like(filled).normal_(std=0.02)), (
+        "draws from the default generator only"
+    )
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("build", [lambda: gpt2.build(500, 64, 2, 4), lambda: llama.build(500, 64, 2, 4, 2, 96)])
+@pytest.mark.parametrize(
+    "build", [lambda: gpt2.build(500, 64, 2, 4), lambda: llama.build(500, 64, 2, 4, 2, 96)]
+)
 def test_an_untrained_model_knows_nothing(build) -> None:
     """Its loss is that of guessing, ln V, give or take the variance of the logits."""
     torch.manual_seed(0)
@@ -262,7 +302,9 @@ def test_an_untrained_model_knows_nothing(build) -> None:
     assert loss == pytest.approx(math.log(500), abs=0.1)
 
 
-@pytest.mark.parametrize("build", [lambda: gpt2.build(64, 32, 2, 4), lambda: llama.build(64, 32, 2, 4, 2, 48)])
+@pytest.mark.parametrize(
+    "build", [lambda: gpt2.build(64, 32, 2, 4), lambda: llama.build(64, 32, 2, 4, 2, 48)]
+)
 def test_a_plain_loop_learns_a_sequence_by_heart(build) -> None:
     torch.manual_seed(0)
     model = build()

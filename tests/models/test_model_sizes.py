@@ -44,7 +44,9 @@ def test_untied_gpt2_has_a_head_of_its_own() -> None:
     assert model.tied_weights == []
 
 
-@pytest.mark.parametrize(("hidden_size", "num_layers", "num_heads", "ffn_size", "published"), LLAMA3)
+@pytest.mark.parametrize(
+    ("hidden_size", "num_layers", "num_heads", "ffn_size", "published"), LLAMA3
+)
 def test_llama3_has_the_published_number_of_parameters(
     hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, published: int
 ) -> None:
@@ -78,7 +80,14 @@ def test_shapes_of_a_llama_block() -> None:
 def test_the_elements_are_named_and_numbered() -> None:
     with torch.device("meta"):
         model = gpt2.build(num_layers=3)
-    assert [name for name, _ in model.named_children()] == ["embedding", "block0", "block1", "block2", "norm", "head"]
+    assert [name for name, _ in model.named_children()] == [
+        "embedding",
+        "block0",
+        "block1",
+        "block2",
+        "norm",
+        "head",
+    ]
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -91,11 +100,17 @@ def test_a_model_on_meta_still_computes_shapes(build) -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: gpt2.build(hidden_size=768, num_heads=10), ["hidden_size=768", "num_heads=10", "8 or 12"]),
+        (
+            lambda: gpt2.build(hidden_size=768, num_heads=10),
+            ["hidden_size=768", "num_heads=10", "8 or 12"],
+        ),
         (lambda: gpt2.build(num_layers=0, vocab_size=-1), ["num_layers=0", "vocab_size=-1"]),
         (lambda: llama.build(100, 64, 1, 8, 3, 96), ["num_heads=8", "num_kv_heads=3", "2 or 4"]),
         (lambda: llama.build(100, 36, 1, 4, 2, 96), ["head_dim", "36 / 4 = 9"]),
-        (lambda: llama.build(100, 64, 1, 4, 2, 96, rope_low_freq_factor=4.0), ["rope_low_freq_factor=4.0"]),
+        (
+            lambda: llama.build(100, 64, 1, 4, 2, 96, rope_low_freq_factor=4.0),
+            ["rope_low_freq_factor=4.0"],
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_values(build, words: list[str]) -> None:
@@ -116,12 +131,17 @@ def test_a_sequence_longer_than_the_positions_is_refused(build) -> None:
 @pytest.mark.parametrize(
     ("builder", "option"),
     [
-        *((llama.build, f"rope_{name}") for name in ("theta", "scaling_factor", "low_freq_factor", "original_length")),
+        *(
+            (llama.build, f"rope_{name}")
+            for name in ("theta", "scaling_factor", "low_freq_factor", "original_length")
+        ),
         *((build, "norm_eps") for build in (llama.build, gpt2.build, t5.build, decoder.build)),
         *((decoder.build, name) for name in ("rope_theta", "rope_scaling_factor")),
     ],
 )
-def test_a_divisor_that_is_no_positive_number_is_named(builder: Any, option: str, value: float) -> None:
+def test_a_divisor_that_is_no_positive_number_is_named(
+    builder: Any, option: str, value: float
+) -> None:
     """Each trained to NaN: "lower the learning rate"."""
     sizes = {"vocab_size": 101, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "ffn_size": 48}
     sizes |= {"num_kv_heads": 4} if builder is llama.build else {}

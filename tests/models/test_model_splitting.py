@@ -1,6 +1,8 @@
-"""Tensor parallelism by hand, in one process: slices by the plan, partial results summed or put side by side.
+"""Tensor parallelism by hand, in one process: slices by the plan,
+partial results summed or put side by side.
 
-What the framework does with collectives is here a sum over a list; it proves that the fused layouts can be cut.
+What the framework does with collectives is here a sum over a list; it proves that the fused layouts
+can be cut.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from meshwright_models import decoder, gpt2, llama
 
 
 def gpt2_8_heads() -> nn.Sequential:
-    return gpt2.build(vocab_size=96, hidden_size=32, num_layers=2, num_heads=8, max_sequence_length=16, dropout=0.0)
+    return gpt2.build(
+        vocab_size=96,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=8,
+        max_sequence_length=16,
+        dropout=0.0,
+    )
 
 
 def llama_4_groups() -> nn.Sequential:
@@ -24,13 +33,27 @@ def llama_4_groups() -> nn.Sequential:
 
 
 def llama_many_heads() -> nn.Sequential:
-    return llama.build(96, 48, 2, num_heads=8, num_kv_heads=8, ffn_size=56, max_sequence_length=16, tied=True)
+    return llama.build(
+        96, 48, 2, num_heads=8, num_kv_heads=8, ffn_size=56, max_sequence_length=16, tied=True
+    )
 
 
 def nemotron_4_groups() -> nn.Sequential:
     return decoder.build(
-        **{"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 40},
-        **{"max_sequence_length": 16, "norm": "layer_norm", "mlp": "squared_relu", "rotary_share": 0.5},
+        **{
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "ffn_size": 40,
+        },
+        **{
+            "max_sequence_length": 16,
+            "norm": "layer_norm",
+            "mlp": "squared_relu",
+            "rotary_share": 0.5,
+        },
         **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
     )
 
@@ -45,7 +68,9 @@ def kind_of(model: nn.Sequential, name: str) -> str:
 
 
 def part_of(model: nn.Sequential, tp_rank: int, tp: int) -> nn.Sequential:
-    """A copy that holds only what tp rank ``tp_rank`` holds. The bias of a row module is left to rank 0."""
+    """Return a copy that holds only what tp rank ``tp_rank`` holds.
+    The bias of a row module is left to rank 0.
+    """
     part = copy.deepcopy(model)
     for name, module in part.named_modules():
         kind = kind_of(model, name)
@@ -61,7 +86,9 @@ def part_of(model: nn.Sequential, tp_rank: int, tp: int) -> nn.Sequential:
 
 
 def split_forward(parts: list[nn.Sequential], ids: Tensor) -> Tensor:
-    """(B, S) -> (B, S, V): each residual branch is a sum over the parts, the logits stand side by side."""
+    """(B, S) -> (B, S, V): each residual branch is a sum over the parts,
+    the logits stand side by side.
+    """
     rows = parts[0].embedding.tokens.num_embeddings // len(parts)
     x = torch.zeros(())
     for tp_rank, part in enumerate(parts):
@@ -110,7 +137,9 @@ def test_gradients_of_the_parts_are_slices_of_the_whole(build) -> None:
     for pattern, kind in model.sharding_plan.items():
         if kind in ("column", "row"):
             name = pattern.replace("*", "1") + ".weight"
-            found = torch.cat([part.get_parameter(name).grad for part in parts], dim=1 if kind == "row" else 0)
+            found = torch.cat(
+                [part.get_parameter(name).grad for part in parts], dim=1 if kind == "row" else 0
+            )
             expected = model.get_parameter(name).grad
             assert (found - expected).norm() / expected.norm() < 1e-10, name
 
@@ -164,7 +193,9 @@ def test_more_ranks_than_groups_is_what_divisible_is_for() -> None:
     model = made_in_float64(llama_4_groups)
     assert model.divisible["block*.attention.qkv"] == 4
     with pytest.raises(Exception, match=r"[Ss]hape|divisible|rearrange"):
-        split_forward([part_of(model, tp_rank, 8) for tp_rank in range(8)], torch.randint(96, (2, 9)))
+        split_forward(
+            [part_of(model, tp_rank, 8) for tp_rank in range(8)], torch.randint(96, (2, 9))
+        )
 
 
 def test_ffn_that_the_groups_do_not_divide_says_so() -> None:

@@ -1,4 +1,6 @@
-"""Multi-token prediction of DeepSeek-V3 against its equations, written out token by token in float64."""
+"""Multi-token prediction of DeepSeek-V3 against its equations,
+written out token by token in float64.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from tests.support.errors import has_code
 
 DEPTHS, WEIGHT, EPS, BASE = 2, 0.3, 1e-5, 500_000.0
 HEADS, KV_HEADS, HEAD = 4, 2, 6
-SIZES = {"vocab_size": 29, "hidden_size": 24, "num_layers": 2, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+SIZES = {
+    "vocab_size": 29,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+}
 SIZES |= {"ffn_size": 20, "max_sequence_length": 16}
 IGNORED = -100
 
@@ -38,23 +46,34 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def rotated(x: Tensor, position: int) -> Tensor:
     """One head of one token."""
     half = len(x) // 2
-    angles = torch.tensor([position * BASE ** (-2 * i / len(x)) for i in range(half)], dtype=torch.float64)
+    angles = torch.tensor(
+        [position * BASE ** (-2 * i / len(x)) for i in range(half)], dtype=torch.float64
+    )
     real = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((real.real, real.imag))
 
 
 def block(weights: dict[str, Tensor], prefix: str, rows: list[Tensor]) -> list[Tensor]:
     """One document through one block, token by token and head by head."""
-    w = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    w = {
+        name.removeprefix(prefix): value
+        for name, value in weights.items()
+        if name.startswith(prefix)
+    }
     group = HEADS // KV_HEADS
-    fused = [(w["attention.qkv.weight"] @ rms_norm(x, w["attention_norm.weight"])).split(HEAD) for x in rows]
+    fused = [
+        (w["attention.qkv.weight"] @ rms_norm(x, w["attention_norm.weight"])).split(HEAD)
+        for x in rows
+    ]
     found = []
     for t, x in enumerate(rows):
         heads = []
         for head in range(HEADS):
             at = head // group * (group + 2)
             query = rotated(fused[t][at + head % group], t)
-            scores = torch.stack([query @ rotated(fused[s][at + group], s) / math.sqrt(HEAD) for s in range(t + 1)])
+            scores = torch.stack(
+                [query @ rotated(fused[s][at + group], s) / math.sqrt(HEAD) for s in range(t + 1)]
+            )
             values = torch.stack([fused[s][at + group + 1] for s in range(t + 1)])
             heads.append(torch.softmax(scores, 0) @ values)
         x = x + w["attention.out.weight"] @ torch.cat(heads)
@@ -69,8 +88,12 @@ def feed_forward(w: dict[str, Tensor], x: Tensor) -> Tensor:
     return w["mlp.down.weight"] @ (F.silu(units[:, 0]) * units[:, 1]).flatten()
 
 
-def loss_by_equations(weights: dict[str, Tensor], ids: list[int], labels: list[int]) -> list[list[Tensor]]:
-    """Equations 21 to 25 for one document: per depth, the losses of all positions that have a label."""
+def loss_by_equations(
+    weights: dict[str, Tensor], ids: list[int], labels: list[int]
+) -> list[list[Tensor]]:
+    """Equations 21 to 25 for one document: per depth,
+    the losses of all positions that have a label.
+    """
     hidden = [weights["embedding.tokens.weight"][i] for i in ids]
     for layer in range(2):
         hidden = block(weights, f"block{layer}.", hidden)
@@ -83,7 +106,8 @@ def loss_by_equations(weights: dict[str, Tensor], ids: list[int], labels: list[i
                 torch.cat(
                     (
                         rms_norm(
-                            weights["embedding.tokens.weight"][ids[t + depth]], w_norm(weights, prefix, "embedding_")
+                            weights["embedding.tokens.weight"][ids[t + depth]],
+                            w_norm(weights, prefix, "embedding_"),
                         ),
                         rms_norm(hidden[t], w_norm(weights, prefix, "hidden_")),
                     )
@@ -108,7 +132,9 @@ def w_norm(weights: dict[str, Tensor], prefix: str, which: str) -> Tensor:
     return weights[f"{prefix}{which}norm.weight"]
 
 
-def compared(layers: nn.Sequential, inputs: Any, labels: Tensor, documents: list[list[tuple[int, int]]]) -> None:
+def compared(
+    layers: nn.Sequential, inputs: Any, labels: Tensor, documents: list[list[tuple[int, int]]]
+) -> None:
     """Loss and all gradients of both; the mean is over the labels of the next token."""
     outputs = layers(inputs)
     count = (labels != IGNORED).sum()
@@ -118,17 +144,26 @@ def compared(layers: nn.Sequential, inputs: Any, labels: Tensor, documents: list
     parts: list[list[Tensor]] = [[] for _ in range(DEPTHS + 1)]
     for row, spans in enumerate(documents):
         for begin, end in spans:
-            found = loss_by_equations(weights, ids[row, begin:end].tolist(), labels[row, begin:end].tolist())
+            found = loss_by_equations(
+                weights, ids[row, begin:end].tolist(), labels[row, begin:end].tolist()
+            )
             for part, losses in zip(parts, found, strict=True):
                 part += losses
     assert 0 < len(parts[2]) < len(parts[1]) < len(parts[0]) == count
     expected = torch.stack(parts[0]).sum() / count
-    expected = expected + WEIGHT / DEPTHS * sum(torch.stack(part).sum() / count for part in parts[1:])
+    expected = expected + WEIGHT / DEPTHS * sum(
+        torch.stack(part).sum() / count for part in parts[1:]
+    )
     assert float((loss - expected).abs().detach() / expected.detach()) < 1e-12
-    ours, theirs = (torch.autograd.grad(each, list(weights.values()), retain_graph=True) for each in (loss, expected))
+    ours, theirs = (
+        torch.autograd.grad(each, list(weights.values()), retain_graph=True)
+        for each in (loss, expected)
+    )
     for name, gradient, wanted in zip(weights, ours, theirs, strict=True):
         assert float((gradient - wanted).norm() / wanted.norm()) < 1e-12, name
-    only_next = with_heads(cross_entropy, layers.loss_heads, training=False)(outputs, labels).sum() / count
+    only_next = (
+        with_heads(cross_entropy, layers.loss_heads, training=False)(outputs, labels).sum() / count
+    )
     mean = torch.stack(parts[0]).mean().detach()
     assert float((only_next.detach() - mean).abs() / mean) < 1e-12
 
@@ -172,10 +207,14 @@ def test_labels_are_shifted_inside_their_sample() -> None:
 def test_the_trunk_is_the_model_without_modules() -> None:
     with_modules, without = model_of(tied=True), model_of(tied=True, mtp_layers=0)
     names = {"head.weight": "head.linear.weight"}
-    without.load_state_dict({n: with_modules.state_dict()[names.get(n, n)] for n in without.state_dict()})
+    without.load_state_dict(
+        {n: with_modules.state_dict()[names.get(n, n)] for n in without.state_dict()}
+    )
     ids = torch.randint(29, (1, 10), generator=torch.Generator().manual_seed(1))
     assert torch.equal(with_modules(ids)[0], without(ids))
-    assert not hasattr(without, "loss_heads") and without.tied_weights == [("embedding.tokens.weight", "head.weight")]
+    assert not hasattr(without, "loss_heads") and without.tied_weights == [
+        ("embedding.tokens.weight", "head.weight")
+    ]
 
 
 def test_the_decoder_with_llamas_options_has_the_same_modules() -> None:
@@ -184,13 +223,22 @@ def test_the_decoder_with_llamas_options_has_the_same_modules() -> None:
     for builder, more in ((llama.build, {}), (decoder.build, {"rope_theta": BASE})):
         torch.manual_seed(1)
         models.append(builder(**options | more))
-    for (name, value), (other, expected) in zip(*(m.named_parameters() for m in models), strict=True):
+    for (name, value), (other, expected) in zip(
+        *(m.named_parameters() for m in models), strict=True
+    ):
         assert name == other and torch.equal(value, expected), name
-    for attribute in ("sharding_plan", "divisible", "tied_weights", "selective_recompute", "loss_heads"):
+    for attribute in (
+        "sharding_plan",
+        "divisible",
+        "tied_weights",
+        "selective_recompute",
+        "loss_heads",
+    ):
         assert getattr(models[0], attribute) == getattr(models[1], attribute)
     assert models[0].loss_heads == [(0, 1.0), (1, 0.1)]
     stds = [
-        float(models[0].get_parameter(f"{at}.attention.out.weight").detach().std()) for at in ("block1", "mtp0.block")
+        float(models[0].get_parameter(f"{at}.attention.out.weight").detach().std())
+        for at in ("block1", "mtp0.block")
     ]
     assert stds[0] / stds[1] == pytest.approx(math.sqrt(3 / 2), rel=0.2)  # layer 2 of 2, and 3
 
@@ -200,7 +248,10 @@ def test_the_decoder_with_llamas_options_has_the_same_modules() -> None:
     [
         ({"mtp_layers": -1}, "mtp_layers=-1, mtp_loss_weight=0.1: at least 0"),
         ({"mtp_layers": 1, "mtp_loss_weight": -0.1}, "mtp_loss_weight=-0.1"),
-        ({"mtp_layers": 1, "positions": "learned"}, "mtp_layers=1 needs positions = rotary or none, not learned"),
+        (
+            {"mtp_layers": 1, "positions": "learned"},
+            "mtp_layers=1 needs positions = rotary or none, not learned",
+        ),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:

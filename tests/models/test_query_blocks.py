@@ -1,4 +1,6 @@
-"""Attention in blocks of queries equals attention with one dense mask, and builds no mask of all pairs."""
+"""Attention in blocks of queries equals attention with one dense mask,
+and builds no mask of all pairs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,17 @@ from tests.framework.pipeline.kept import MadeBytes
 LENGTH = 37
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None, starts: Tensor | None, divisor: float | None) -> Tensor:
-    """Attend with a mask built pair by pair. q, k, v: (B, H or G, S, d); starts: (B, S). Return (B, H, S, d)."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    starts: Tensor | None,
+    divisor: float | None,
+) -> Tensor:
+    """Attend with a mask built pair by pair. q, k, v: (B, H or G, S, d); starts: (B, S). Return (B,
+    H, S, d).
+    """
     batch, heads, length, size = q.shape
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     seen = torch.zeros(batch, 1, length, length, dtype=torch.bool)
@@ -51,14 +62,21 @@ def test_blocks_equal_the_dense_mask(
     if form == "documents without their values":
         monkeypatch.setattr(attention, "can_read", lambda tensor: False)
     torch.manual_seed(block)
-    q, k, v = (torch.randn(2, heads, LENGTH, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, LENGTH, 6, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
     starts, divisor = drawn_starts(form), None if block == 8 else 3.0
     upstream = torch.randn(2, 4, LENGTH, 6, dtype=torch.float64)
-    mixed, expected = AttentionCore(window, divisor)(q, k, v, None, starts), dense(q, k, v, window, starts, divisor)
+    mixed, expected = (
+        AttentionCore(window, divisor)(q, k, v, None, starts),
+        dense(q, k, v, window, starts, divisor),
+    )
     torch.testing.assert_close(mixed, expected, rtol=1e-12, atol=1e-12)
     found, wanted = (torch.autograd.grad(out, (q, k, v), upstream) for out in (mixed, expected))
     for gradient, other in zip(found, wanted, strict=True):
-        assert float((gradient - other).norm()) <= 1e-12 * max(1.0, float(other.norm()))  # window 1: zero for q
+        # window 1: zero for q
+        assert float((gradient - other).norm()) <= 1e-12 * max(1.0, float(other.norm()))
 
 
 class MaskSizes(TorchFunctionMode):
@@ -88,7 +106,13 @@ def test_masks_cover_what_a_block_can_reach(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention, "can_read", lambda tensor: False)
     with MaskSizes() as documents:
         AttentionCore()(q, k, v, None, drawn_starts("documents"))
-    assert documents.shapes == [(2, 1, 8, 8), (2, 1, 8, 16), (2, 1, 8, 24), (2, 1, 8, 32), (2, 1, 5, 37)]
+    assert documents.shapes == [
+        (2, 1, 8, 8),
+        (2, 1, 8, 16),
+        (2, 1, 8, 24),
+        (2, 1, 8, 32),
+        (2, 1, 5, 37),
+    ]
 
 
 def kept_bytes(starts: Tensor, *drawn: Tensor) -> int:
@@ -100,7 +124,9 @@ def kept_bytes(starts: Tensor, *drawn: Tensor) -> int:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_on_a_cpu_nothing_kept_depends_on_the_documents(batch: int) -> None:
-    """So that a dry run, which has no documents, counts a run's bytes: outputs twice, and a number per query."""
+    """So that a dry run, which has no documents, counts a run's bytes: outputs twice,
+    and a number per query.
+    """
     q, k, v = (torch.randn(batch, heads, LENGTH, 4, requires_grad=True) for heads in (4, 2, 2))
     starts = drawn_starts("documents")
     assert starts is not None

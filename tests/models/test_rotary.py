@@ -1,4 +1,6 @@
-"""The table of rotary angles that all blocks share: as exact as angles computed at each call, and computed once."""
+"""The table of rotary angles that all blocks share: as exact as angles computed at each call,
+and computed once.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,12 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def computed(frequencies: list[float], x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of this call's angles in float64. x: (..., S, d); positions: (B, S) or None."""
+def computed(
+    frequencies: list[float], x: Tensor, positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin of this call's angles in float64. x: (..., S, d); positions: (B, S)
+    or None.
+    """
     values = torch.tensor(frequencies, dtype=torch.float64)
     if positions is None:
         angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), values)
@@ -59,7 +65,8 @@ def computed(frequencies: list[float], x: Tensor, positions: Tensor | None) -> t
 @pytest.mark.parametrize("form", FREQUENCIES)
 def test_angles_are_bit_equal_to_those_computed_at_each_call(form: str, dtype: torch.dtype) -> None:
     module = Rotary(FREQUENCIES[form])
-    for length in (37, 5, 300, 1037, 299):  # growing and shrinking: a table of an earlier call, and a longer one
+    # growing and shrinking: a table of an earlier call, and a longer one
+    for length in (37, 5, 300, 1037, 299):
         x = torch.zeros(2, 3, length, 16, dtype=dtype)
         starts = torch.rand(2, length) < 0.1
         starts[:, 0] = True
@@ -78,7 +85,14 @@ def small(**options: Any) -> torch.nn.Sequential:
 def test_one_table_serves_all_blocks_and_microbatches() -> None:
     models = [
         small(),
-        decoder.build(vocab_size=31, hidden_size=32, num_layers=2, num_heads=4, ffn_size=8, rope_theta=500_000.0),
+        decoder.build(
+            vocab_size=31,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            ffn_size=8,
+            rope_theta=500_000.0,
+        ),
     ]
     ids = torch.arange(22).view(2, 11)
     with Operations() as operations:
@@ -87,7 +101,10 @@ def test_one_table_serves_all_blocks_and_microbatches() -> None:
                 model(ids).sum().backward()
     assert [operations.counts[f"{name} torch.float64"] for name in ("cos", "sin")] == [1, 1]
     held = [module for module in models[0].modules() if isinstance(module, Rotary)]
-    assert len({module.table(11, torch.device("cpu"), torch.float32).data_ptr() for module in held}) == 1
+    assert (
+        len({module.table(11, torch.device("cpu"), torch.float32).data_ptr() for module in held})
+        == 1
+    )
 
 
 def test_modules_hold_no_table() -> None:

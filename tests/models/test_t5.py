@@ -1,4 +1,6 @@
-"""T5 against an independent plain implementation: loops over queries, keys and heads, one matrix per head."""
+"""T5 against an independent plain implementation: loops over queries, keys and heads,
+one matrix per head.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from meshwright_models import t5
 from meshwright_models.t5_layers import T5Attention, T5SelfAttention, T5Sizes
 
 SAMPLES = {
-    "encoder_ids": torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 32], [38, 46, 26, 43, 38, 32, 0, 0, 0]]),
+    "encoder_ids": torch.tensor(
+        [[3, 14, 15, 92, 65, 35, 89, 79, 32], [38, 46, 26, 43, 38, 32, 0, 0, 0]]
+    ),
     "decoder_ids": torch.tensor([[0, 31, 41, 59, 26, 53], [0, 27, 18, 28, 18, 28]]),
 }
 LABELS = torch.tensor([[31, 41, 59, 26, 53, 58], [27, 18, 28, 18, 28, -100]])
@@ -22,10 +26,23 @@ HEADS, HEAD_DIM, BUCKETS, FARTHEST = 4, 5, 8, 7
 
 
 def small(**options: Any) -> nn.Sequential:
-    """In float64, with weights large enough that every part of the model is seen in its output, norms included."""
+    """In float64, with weights large enough that every part of the model is seen in its output,
+    norms included.
+    """
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 24, "num_layers": 2, "num_heads": HEADS, "ffn_size": 36}
-    sizes |= {"head_dim": HEAD_DIM, "num_decoder_layers": 3, "num_buckets": BUCKETS, "max_distance": FARTHEST}
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_heads": HEADS,
+        "ffn_size": 36,
+    }
+    sizes |= {
+        "head_dim": HEAD_DIM,
+        "num_decoder_layers": 3,
+        "num_buckets": BUCKETS,
+        "max_distance": FARTHEST,
+    }
     model = t5.build(**{**sizes, "dropout": 0.0, **options})
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=0.1, std=0.3)
@@ -36,10 +53,13 @@ def loss_of(model: nn.Sequential) -> Tensor:
     return F.cross_entropy(model(SAMPLES).flatten(0, 1), LABELS.flatten())
 
 
-# ------------------------------------------------------------------------------------------- the plain implementation
+# ------------------------------------------------------------------------------------------- the
+# plain implementation
 
 
-def plain_bucket(key_minus_query: int, bidirectional: bool, num_buckets: int, max_distance: int) -> int:
+def plain_bucket(
+    key_minus_query: int, bidirectional: bool, num_buckets: int, max_distance: int
+) -> int:
     """mesh-tensorflow's ``_relative_position_bucket``, one number at a time."""
     offset, distance = 0, -key_minus_query
     if bidirectional:
@@ -59,7 +79,9 @@ def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
-def plain_attention(queries: Tensor, keys: Tensor, values: Tensor, score_bias: list[list[float | None]]) -> Tensor:
+def plain_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, score_bias: list[list[float | None]]
+) -> Tensor:
     """One head of one sample, (S, d) each; no bias: this key is not seen."""
     rows = []
     for i, q in enumerate(queries):
@@ -77,7 +99,9 @@ def plain_self_attention(x: Tensor, module: Any, causal: bool, ids: Tensor) -> T
         for i in range(len(x)):
             for j in range(i + 1 if causal else len(x)):
                 if causal or ids[j] != 0:
-                    bias[i][j] = module.relative_bias.weight[plain_bucket(j - i, not causal, BUCKETS, FARTHEST), h]
+                    bias[i][j] = module.relative_bias.weight[
+                        plain_bucket(j - i, not causal, BUCKETS, FARTHEST), h
+                    ]
         heads.append(plain_attention(*(x @ rows[3 * h + part].T for part in range(3)), bias))
     return torch.cat(heads, 1) @ module.out.weight.T
 
@@ -86,7 +110,9 @@ def plain_cross_attention(x: Tensor, memory: Tensor, module: Any, ids: Tensor) -
     q_rows, kv_rows = module.q.weight.split(HEAD_DIM), module.kv.weight.split(HEAD_DIM)
     bias = [[None if token == 0 else 0.0 for token in ids] for _ in x]
     heads = [
-        plain_attention(x @ q_rows[h].T, memory @ kv_rows[2 * h].T, memory @ kv_rows[2 * h + 1].T, bias)
+        plain_attention(
+            x @ q_rows[h].T, memory @ kv_rows[2 * h].T, memory @ kv_rows[2 * h + 1].T, bias
+        )
         for h in range(HEADS)
     ]
     return torch.cat(heads, 1) @ module.out.weight.T
@@ -108,13 +134,17 @@ def plain_t5(model: Any, encoder_ids: Tensor, decoder_ids: Tensor, tied: bool) -
     x = table[encoder_ids]
     for n in range(2):
         block = model.get_submodule(f"encoder{n}")
-        x = x + plain_self_attention(rms_norm(x, block.attention_norm), block.attention, False, encoder_ids)
+        x = x + plain_self_attention(
+            rms_norm(x, block.attention_norm), block.attention, False, encoder_ids
+        )
         x = x + plain_mlp(rms_norm(x, block.mlp_norm), block.mlp)
     memory = rms_norm(x, model.encoder_norm.norm)
     x = table[decoder_ids]
     for n in range(3):
         block = model.get_submodule(f"decoder{n}")
-        x = x + plain_self_attention(rms_norm(x, block.attention_norm), block.attention, True, decoder_ids)
+        x = x + plain_self_attention(
+            rms_norm(x, block.attention_norm), block.attention, True, decoder_ids
+        )
         h = rms_norm(x, block.cross_attention_norm)
         x = x + plain_cross_attention(h, memory, block.cross_attention, encoder_ids)
         x = x + plain_mlp(rms_norm(x, block.mlp_norm), block.mlp)
@@ -127,17 +157,24 @@ def plain_t5(model: Any, encoder_ids: Tensor, decoder_ids: Tensor, tied: bool) -
 def test_t5_equals_the_plain_implementation(tied: bool, gated: bool) -> None:
     model = small(tied=tied, gated=gated)
     found = model(SAMPLES)
-    expected = torch.stack([plain_t5(model, *ids, tied) for ids in zip(*SAMPLES.values(), strict=True)])
+    expected = torch.stack(
+        [plain_t5(model, *ids, tied) for ids in zip(*SAMPLES.values(), strict=True)]
+    )
     assert found.shape == expected.shape
     assert (found - expected).norm() / expected.norm() < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------------ its parts
+# ------------------------------------------------------------------------------------------------------
+# its parts
 
 
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 64), (8, 7), (6, 40), (4, 3)])
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance"), [(32, 128), (32, 64), (8, 7), (6, 40), (4, 3)]
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_buckets_are_those_of_mesh_tensorflow(num_buckets: int, max_distance: int, causal: bool) -> None:
+def test_buckets_are_those_of_mesh_tensorflow(
+    num_buckets: int, max_distance: int, causal: bool
+) -> None:
     sizes = T5Sizes(4, 1, 4, 8, None, num_buckets, max_distance, dropout=0.0, norm_eps=1e-6)
     attention = T5SelfAttention(sizes, causal=causal)
     length = max_distance + 5
@@ -146,7 +183,9 @@ def test_buckets_are_those_of_mesh_tensorflow(num_buckets: int, max_distance: in
         bias = attention.bias(length, torch.device("cpu"))[0]
     for query in range(length):
         for key in range(query + 1 if causal else length):
-            assert bias[query, key] == plain_bucket(key - query, not causal, num_buckets, max_distance), (query, key)
+            assert bias[query, key] == plain_bucket(
+                key - query, not causal, num_buckets, max_distance
+            ), (query, key)
 
 
 @torch.no_grad()
@@ -155,7 +194,9 @@ def test_padding_at_the_end_of_the_encoder_changes_nothing() -> None:
     longer = SAMPLES | {"encoder_ids": F.pad(SAMPLES["encoder_ids"], (0, 4))}
     assert (model(longer) - model(SAMPLES)).abs().max() < 1e-12
     seen = small(padding_id=-1)
-    assert (seen(longer) - seen(SAMPLES)).abs().max() > 1e-3, "without a padding id all tokens count"
+    assert (seen(longer) - seen(SAMPLES)).abs().max() > 1e-3, (
+        "without a padding id all tokens count"
+    )
 
 
 def test_a_sample_of_nothing_but_padding_is_finite() -> None:
@@ -206,17 +247,25 @@ def test_dropout_acts_in_training_alone_and_everywhere_it_should() -> None:
     model = small(dropout=0.5)
     assert torch.equal(model.eval()(SAMPLES), small(dropout=0.0)(SAMPLES))
     model.train()
-    dropouts = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    dropouts = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)
+    }
     in_block = ["attention.dropout", "after_attention", "mlp.dropout", "after_mlp"]
-    places = [f"{stack}_{at}.dropout" for stack in ("encoder", "decoder") for at in ("embedding", "norm")]
+    places = [
+        f"{stack}_{at}.dropout" for stack in ("encoder", "decoder") for at in ("embedding", "norm")
+    ]
     places += [f"encoder{i}.{at}" for i in range(2) for at in in_block]
     places += [
-        f"decoder{i}.{at}" for i in range(3) for at in [*in_block, "cross_attention.dropout", "after_cross_attention"]
+        f"decoder{i}.{at}"
+        for i in range(3)
+        for at in [*in_block, "cross_attention.dropout", "after_cross_attention"]
     ]
     assert sorted(dropouts) == sorted(places)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in dropouts.items():
-        module.register_forward_hook(lambda _, inputs, __, name=name: shapes.update({name: tuple(inputs[0].shape)}))
+        module.register_forward_hook(
+            lambda _, inputs, __, name=name: shapes.update({name: tuple(inputs[0].shape)})
+        )
     assert not torch.equal(model(SAMPLES), model(SAMPLES))
     assert sorted(shapes) == sorted(places), "a dropout module that nobody calls"
     assert shapes["encoder0.attention.dropout"] == (2, HEADS, 9, 9), "heads must be in dim 1"
@@ -224,12 +273,32 @@ def test_dropout_acts_in_training_alone_and_everywhere_it_should() -> None:
     assert shapes["decoder0.mlp.dropout"] == (2, 6, 36)
 
 
-# ------------------------------------------------------------------------------------------------------ the whole model
+# ------------------------------------------------------------------------------------------------------
+# the whole model
 
 PUBLISHED: list[tuple[dict[str, Any], int]] = [
     ({}, 60_506_624),
-    ({"hidden_size": 1024, "num_layers": 24, "num_heads": 32, "head_dim": 128, "ffn_size": 16384}, 2_851_598_336),
-    ({"num_layers": 8, "num_heads": 6, "head_dim": 64, "ffn_size": 1024, "gated": True, "tied": False}, 76_961_152),
+    (
+        {
+            "hidden_size": 1024,
+            "num_layers": 24,
+            "num_heads": 32,
+            "head_dim": 128,
+            "ffn_size": 16384,
+        },
+        2_851_598_336,
+    ),
+    (
+        {
+            "num_layers": 8,
+            "num_heads": 6,
+            "head_dim": 64,
+            "ffn_size": 1024,
+            "gated": True,
+            "tied": False,
+        },
+        76_961_152,
+    ),
 ]
 
 
@@ -252,17 +321,26 @@ def test_what_is_one_weight_is_declared_and_is_one_parameter() -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(names) - len(dict(model.named_parameters())) == 2 + 1 + 2, "nothing else is shared"
     alone = small(tied=False, num_layers=1, num_decoder_layers=1)
-    assert alone.tied_weights == [("encoder_embedding.tokens.weight", "decoder_embedding.tokens.weight")]
+    assert alone.tied_weights == [
+        ("encoder_embedding.tokens.weight", "decoder_embedding.tokens.weight")
+    ]
 
 
 def test_what_the_layers_hand_on() -> None:
     with torch.device("meta"):
-        value: Any = {"encoder_ids": torch.zeros(2, 9).long(), "decoder_ids": torch.zeros(2, 6).long()}
+        value: Any = {
+            "encoder_ids": torch.zeros(2, 9).long(),
+            "decoder_ids": torch.zeros(2, 6).long(),
+        }
         model = t5.build(101, 32, 2, 4)
     handed = {}
     for name, layer in model.named_children():
         value = layer(value)
-        handed[name] = {key: tuple(leaf.shape) for key, leaf in value.items()} if isinstance(value, dict) else value
+        handed[name] = (
+            {key: tuple(leaf.shape) for key, leaf in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
     in_encoder = {"encoder": (2, 9, 32), "encoder_seen": (2, 9), "decoder_ids": (2, 6)}
     in_decoder = {"decoder": (2, 6, 32), "encoder": (2, 9, 32), "encoder_seen": (2, 9)}
     for name in ("encoder_embedding", "encoder0", "encoder1", "encoder_norm"):
@@ -270,7 +348,10 @@ def test_what_the_layers_hand_on() -> None:
     for name in ("decoder_embedding", "decoder0"):
         assert handed.pop(name) == in_decoder
     assert handed.pop("decoder1") == {"decoder": (2, 6, 32)}
-    assert {name: tuple(out.shape) for name, out in handed.items()} == {"decoder_norm": (2, 6, 32), "head": (2, 6, 101)}
+    assert {name: tuple(out.shape) for name, out in handed.items()} == {
+        "decoder_norm": (2, 6, 32),
+        "head": (2, 6, 101),
+    }
 
 
 @pytest.mark.parametrize(
@@ -282,7 +363,9 @@ def test_what_the_layers_hand_on() -> None:
         ({"num_buckets": 32, "max_distance": 16}, ["max_distance=16", "16"]),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_values(options: dict[str, Any], words: list[str]) -> None:
+def test_sizes_that_do_not_fit_are_refused_with_the_values(
+    options: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         t5.build(**options)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -291,8 +374,17 @@ def test_sizes_that_do_not_fit_are_refused_with_the_values(options: dict[str, An
 @pytest.mark.parametrize("tied", [False, True])
 def test_initial_weights_by_name(tied: bool) -> None:
     torch.manual_seed(0)
-    model = t5.build(500, 64, 2, 4, gated=True, ffn_size=100, num_buckets=256, max_distance=512, tied=tied)
-    std = {"tokens": 1.0, "relative_bias": 1 / 8, "qkv": 1 / 8, "q": 1 / 32, "kv": 1 / 8, "out": 1 / 8}
+    model = t5.build(
+        500, 64, 2, 4, gated=True, ffn_size=100, num_buckets=256, max_distance=512, tied=tied
+    )
+    std = {
+        "tokens": 1.0,
+        "relative_bias": 1 / 8,
+        "qkv": 1 / 8,
+        "q": 1 / 32,
+        "kv": 1 / 8,
+        "out": 1 / 8,
+    }
     std |= {"up": 1 / 8, "down": 1 / 10, "head": 1 / 8}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -309,7 +401,9 @@ def test_initial_weights_by_name(tied: bool) -> None:
     filled = torch.empty(500, 64)
     model.initialise("encoder_embedding.tokens.weight", filled)
     torch.manual_seed(5)
-    assert torch.equal(filled, torch.empty_like(filled).normal_()), "draws from the default generator only"
+    assert torch.equal(filled, torch.empty_like(filled).normal_()), (
+        "draws from the default generator only"
+    )
 
 
 @torch.no_grad()
@@ -318,7 +412,10 @@ def test_an_untrained_model_knows_nothing(tied: bool) -> None:
     """Its loss is that of guessing, ln V, and half the variance of the logits, which is 1."""
     torch.manual_seed(0)
     model = t5.build(500, 64, 2, 4, tied=tied).eval()
-    samples = {"encoder_ids": torch.randint(500, (8, 33)), "decoder_ids": torch.randint(500, (8, 32))}
+    samples = {
+        "encoder_ids": torch.randint(500, (8, 33)),
+        "decoder_ids": torch.randint(500, (8, 32)),
+    }
     loss = F.cross_entropy(model(samples).flatten(0, 1), torch.randint(500, (8 * 32,))).item()
     assert loss == pytest.approx(math.log(500) + 0.5, abs=0.2)
 

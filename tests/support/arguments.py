@@ -1,4 +1,6 @@
-"""Models whose builders set initial values in various ways, all legal in plain torch: see :func:`build`."""
+"""Models whose builders set initial values in various ways, all legal in plain torch:
+see :func:`build`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Block(nn.Module):
 
 
 class Scale(nn.Module):
-    """Scale with a parameter of ``value`` in ``__init__``, and of ones after ``reset_parameters``."""
+    """Scale with a parameter of ``value`` in ``__init__``,
+    and of ones after ``reset_parameters``.
+    """
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
@@ -55,7 +59,9 @@ class Scaled(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Residual torch.nn.MultiheadAttention, whose reset method is private (``_reset_parameters``)."""
+    """Residual torch.nn.MultiheadAttention,
+    whose reset method is private (``_reset_parameters``).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +83,9 @@ class Symmetric(nn.Module):
 
 
 def build(how: str) -> nn.Sequential:
-    """Build embedding, two blocks and head; ``how`` names the way in which the first block gets its values."""
+    """Build embedding, two blocks and head;
+    ``how`` names the way in which the first block gets its values.
+    """
     linear = nn.Linear(D, D)
     block: nn.Module = Block(linear)
     embedding = nn.Embedding(V, D)
@@ -125,5 +133,7 @@ def build(how: str) -> nn.Sequential:
         torch.nn.utils.spectral_norm(linear)
     model = nn.Sequential(embedding, block, Block(nn.Linear(D, D)), nn.Linear(D, V))
     if how == "weight norm":
-        model.initialise = lambda name, tensor: tensor.fill_(1.0) if "original0" in name else tensor.normal_(std=0.2)  # type: ignore[assignment]
+        model.initialise = lambda name, tensor: (
+            tensor.fill_(1.0) if "original0" in name else tensor.normal_(std=0.2)
+        )  # type: ignore[assignment]
     return model

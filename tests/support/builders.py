@@ -1,6 +1,8 @@
-"""Small models as users write them, in plain torch: valid ones, and one for each way to break the contract of builders.
+"""Small models as users write them, in plain torch: valid ones,
+and one for each way to break the contract of builders.
 
-A configuration names one as ``tests.support.builders:plain``. Most have no sharding plan or other attribute.
+A configuration names one as ``tests.support.builders:plain``. Most have no sharding plan or other
+attribute.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential
 
 def declared(axis: str) -> nn.Sequential:
     """Build a small GPT-2 that rules out an axis."""
-    model = gpt2.build(vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, max_sequence_length=32)
+    model = gpt2.build(
+        vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, max_sequence_length=32
+    )
     model.impossible = {axis: "a test"}  # type: ignore[assignment]
     return model
 
 
 class Begin(nn.Module):
-    """Embedding: ids (B, S) -> dict of x (B, S, D), the ids, and a float mask (B, S, 1) without gradient."""
+    """Embedding: ids (B, S) -> dict of x (B, S, D), the ids, and a float mask (B, S, 1)
+    without gradient.
+    """
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -42,7 +48,9 @@ class Begin(nn.Module):
 
 
 class Middle(nn.Module):
-    """Residual layer on ``x`` that passes the rest on. The first one adds ``skipped``, the square of its input."""
+    """Residual layer on ``x`` that passes the rest on. The first one adds ``skipped``,
+    the square of its input.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +70,9 @@ class Pack(nn.Module):
 
 
 class End(nn.Module):
-    """Head: logits (B, S, V) from the hidden state, the skipped value, and a second embedding of the ids."""
+    """Head: logits (B, S, V) from the hidden state, the skipped value,
+    and a second embedding of the ids.
+    """
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -75,7 +85,9 @@ class End(nn.Module):
 
 
 def carrying(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:
-    """Build a model with dicts and tuples between layers: integers, tensors without gradient, one that skips layers."""
+    """Build a model with dicts and tuples between layers: integers, tensors without gradient,
+    one that skips layers.
+    """
     layers: dict[str, nn.Module] = {"begin": Begin(vocab_size, width)}
     for i in range(depth):
         layers[f"middle{i}"] = Middle(width)
@@ -97,13 +109,16 @@ def tied_to_the_head(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 def frozen(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """Build ``plain`` with a frozen embedding: no gradient is sent back over the first stage boundary."""
+    """Build ``plain`` with a frozen embedding:
+    no gradient is sent back over the first stage boundary.
+    """
     model = plain(vocab_size, width)
     model[0].weight.requires_grad_(False)
     return model
 
 
-# ----------------------------------------------------------------------------------------- against the contract
+# ----------------------------------------------------------------------------------------- against
+# the contract
 
 
 def not_a_sequential(vocab_size: int = 17) -> nn.Module:
@@ -124,7 +139,9 @@ def without_parameters() -> nn.Sequential:
 def undeclared_tie(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
     """Build a model with tied weights that ``tied_weights`` does not declare."""
     model = nn.Sequential(
-        OrderedDict(embedding=nn.Embedding(vocab_size, width), head=nn.Linear(width, vocab_size, bias=False))
+        OrderedDict(
+            embedding=nn.Embedding(vocab_size, width), head=nn.Linear(width, vocab_size, bias=False)
+        )
     )
     model.head.weight = model.embedding.weight
     return model
@@ -138,7 +155,9 @@ def tie_to_nothing(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 class Scale(nn.Module):
-    """Scale whose parameter is drawn in ``__init__``, without ``reset_parameters``: it cannot be drawn by name."""
+    """Scale whose parameter is drawn in ``__init__``, without ``reset_parameters``:
+    it cannot be drawn by name.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -150,11 +169,15 @@ class Scale(nn.Module):
 
 def without_reset(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
     """Build a model with a module that has no ``reset_parameters``."""
-    return nn.Sequential(nn.Embedding(vocab_size, width), Scale(width), nn.Linear(width, vocab_size))
+    return nn.Sequential(
+        nn.Embedding(vocab_size, width), Scale(width), nn.Linear(width, vocab_size)
+    )
 
 
 def with_initialise(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """Build the model of :func:`without_reset` with an ``initialise`` that draws every parameter."""
+    """Build the model of :func:`without_reset` with an ``initialise``
+    that draws every parameter.
+    """
     model = without_reset(vocab_size, width)
 
     def initialise(name: str, tensor: Tensor) -> None:
@@ -203,7 +226,9 @@ class Uncounted(nn.Module):
 
 def hands_on_a_number(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
     """Build a model that passes a number between layers: stages send tensors only."""
-    return nn.Sequential(nn.Embedding(vocab_size, width), Counted(), Uncounted(), nn.Linear(width, vocab_size))
+    return nn.Sequential(
+        nn.Embedding(vocab_size, width), Counted(), Uncounted(), nn.Linear(width, vocab_size)
+    )
 
 
 def fails(vocab_size: int = 17) -> nn.Sequential:
@@ -232,9 +257,13 @@ def repeated(vocab_size: int = 17, width: int = 8, dropout: float = 0.0) -> nn.S
 
 
 def repeated_linear(vocab_size: int = 17, width: int = 8, declared: bool = False) -> nn.Sequential:
-    """Build a model with one linear, and so its parameters, at two positions. ``declared``: as tied weights."""
+    """Build a model with one linear, and so its parameters, at two positions. ``declared``:
+    as tied weights.
+    """
     linear = nn.Linear(width, width)
-    layers = nn.Sequential(nn.Embedding(vocab_size, width), linear, linear, nn.Linear(width, vocab_size))
+    layers = nn.Sequential(
+        nn.Embedding(vocab_size, width), linear, linear, nn.Linear(width, vocab_size)
+    )
     if declared:
         layers.tied_weights = [("1.weight", "2.weight"), ("1.bias", "2.bias")]
     return layers
@@ -304,7 +333,9 @@ def softcap(vocab_size: int = 16, width: int = 8) -> nn.Sequential:
 
 
 def values_by_data(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """Build ``plain``, then set the weights of all linears through ``.data``, as many scripts do."""
+    """Build ``plain``, then set the weights of all linears through ``.data``,
+    as many scripts do.
+    """
     layers = plain(vocab_size, width)
 
     def init(module: nn.Module) -> None:
@@ -323,7 +354,9 @@ def own_loss_and_z_loss(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 class HeadsOfInput(nn.Module):
-    """Residual MLP that reshapes by the sequence length of its input, not of the projection's output (B, S, D)."""
+    """Residual MLP that reshapes by the sequence length of its input,
+    not of the projection's output (B, S, D).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -336,6 +369,8 @@ class HeadsOfInput(nn.Module):
 
 def length_of_input(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
     """Build a model that works in one process and fails under sequence parallelism."""
-    layers = nn.Sequential(nn.Embedding(vocab_size, width), HeadsOfInput(width), nn.Linear(width, vocab_size))
+    layers = nn.Sequential(
+        nn.Embedding(vocab_size, width), HeadsOfInput(width), nn.Linear(width, vocab_size)
+    )
     layers.sharding_plan = {"0": "vocab", "1.up": "column", "1.down": "row", "2": "vocab"}  # type: ignore[assignment]
     return layers

@@ -1,4 +1,6 @@
-"""Headless Chromium without network, driven over the DevTools protocol: the behaviour of HTML pages in a browser."""
+"""Headless Chromium without network, driven over the DevTools protocol:
+the behaviour of HTML pages in a browser.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 WITHIN_S = 60
 
 
@@ -46,19 +50,28 @@ class Browser:
 
     def __enter__(self) -> Browser:
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.ask(f"{domain}.enable")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.terminate()
         self._process.wait(20)
         os.close(self._to)
         os.close(self._from)
 
     def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send a DevTools command and return its result; events that arrive before it are appended to ``events``."""
+        """Send a DevTools command and return its result;
+        events that arrive before it are appended to ``events``.
+        """
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": arguments}
         if self._session:
@@ -73,7 +86,13 @@ class Browser:
     def opened(self, page: Path, width: int, *, dark: bool = False) -> None:
         """Load a page in a window of ``width`` pixels; block until its load event."""
         self.events.clear()
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.ask("Page.navigate", url=page.as_uri())
@@ -82,7 +101,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """Evaluate a JavaScript expression in the page."""
-        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def picture(self, target: Path) -> None:
         """Save a screenshot of the whole page as PNG."""

@@ -35,11 +35,17 @@ UNITS = {
 def sentences() -> dict[tuple[str, str], str]:
     """Return the docstrings of the schema by (class, field)."""
     found = {}
-    for node in [node for module in (sections, training, schema) for node in ast.parse(inspect.getsource(module)).body]:
+    for node in [
+        node
+        for module in (sections, training, schema)
+        for node in ast.parse(inspect.getsource(module)).body
+    ]:
         if isinstance(node, ast.ClassDef):
             for field, below in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    assert isinstance(field.target, ast.Name) and isinstance(below.value, ast.Constant)
+                    assert isinstance(field.target, ast.Name) and isinstance(
+                        below.value, ast.Constant
+                    )
                     found[node.name, field.target.id] = " ".join(str(below.value.value).split())
     return found
 
@@ -49,16 +55,25 @@ def document() -> str:
     lines = [
         "# Configuration keys",
         "",
-        "A configuration is a TOML file with these sections, as in `configs/demo.toml`. On the command line a key goes",
-        "after the file: `--section.key=value`; `none` unsets a key that may be unset. `meshwright config show FILE`",
-        "prints the result, with the origin of each value. Unknown keys, values out of bounds, contradictions and",
+        (
+            "A configuration is a TOML file with these sections, as in `configs/demo.toml`. On the"
+            " command line a key goes"
+        ),
+        (
+            "after the file: `--section.key=value`; `none` unsets a key that may be unset."
+            " `meshwright config show FILE`"
+        ),
+        (
+            "prints the result, with the origin of each value. Unknown keys, values out of bounds,"
+            " contradictions and"
+        ),
         "options without effect are refused, all in one message.",
         "",
         "The page is generated from the schema: `python -m tests.support.configuration_keys`.",
     ]
     told = sentences()
     for section, model in SECTIONS.items():
-        about = inspect.cleandoc(model.__doc__ or "").replace("``", "`")
+        about = " ".join((model.__doc__ or "").split()).replace("``", "`")
         lines += [
             "",
             f"## [{section}]",

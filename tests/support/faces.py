@@ -1,4 +1,5 @@
-"""Names of the trainer and the launcher on which the packages of tools/ stand, each function with its signature.
+"""Names of the trainer and the launcher on which the packages of tools/ stand,
+each function with its signature.
 
 python -m tests.support.faces          writes tests/golden/faces/*.txt: the diff shows what a change asks of the tools
 """
@@ -23,7 +24,9 @@ def imported(path: Path) -> set[tuple[str, str]]:
     return {
         (node.module, alias.name)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in UNDER
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.partition(".")[0] in UNDER
         for alias in node.names
     }
 
@@ -37,7 +40,9 @@ def described(module: str, name: str) -> str:
 
 
 def signature_of(function: Callable[..., object]) -> str:
-    """Return the parameters of a function and its result; a default, which may be an object, as three dots."""
+    """Return the parameters of a function and its result; a default, which may be an object,
+    as three dots.
+    """
     signature = inspect.signature(function)
     parameters = [
         each if each.default is inspect.Parameter.empty else each.replace(default=...)

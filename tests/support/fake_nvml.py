@@ -1,4 +1,6 @@
-"""A module with the API of nvidia-ml-py's ``pynvml``, whose answers are those of an H100 SXM under load."""
+"""A module with the API of nvidia-ml-py's ``pynvml``,
+whose answers are those of an H100 SXM under load.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 UUID = "1f3c5c2e-9b51-6a0d-4d55-5c7a3b9c0e11"
 ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=54),
-    "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=85520809984, free=8211398656, used=77309411328),
+    "nvmlDeviceGetMemoryInfo": SimpleNamespace(
+        total=85520809984, free=8211398656, used=77309411328
+    ),
     "nvmlDeviceGetPowerUsage": 687412,
     "nvmlDeviceGetTemperature": 61,
     "nvmlDeviceGetClockInfo": 1605,
@@ -22,13 +26,17 @@ class NVMLError(Exception):
 
 
 class FakeNvml(ModuleType):
-    """Fake ``pynvml``. ``changes``: other answers, or exceptions. ``hangs_after``: samples before it blocks."""
+    """Fake ``pynvml``. ``changes``: other answers, or exceptions. ``hangs_after``:
+    samples before it blocks.
+    """
 
     NVML_TEMPERATURE_GPU = 0
     NVML_CLOCK_SM = 1
     NVMLError = NVMLError
 
-    def __init__(self, uuid: str = f"GPU-{UUID}", hangs_after: int | None = None, **changes: Any) -> None:
+    def __init__(
+        self, uuid: str = f"GPU-{UUID}", hangs_after: int | None = None, **changes: Any
+    ) -> None:
         super().__init__("pynvml")
         self.uuid, self.hangs_after, self.num_samples = uuid, hangs_after, 0
         self.answers = ANSWERS | changes

@@ -1,4 +1,6 @@
-"""A small model in two forms with equal initial weights: q, k, v in one fused linear, or in one linear each."""
+"""A small model in two forms with equal initial weights: q, k, v in one fused linear,
+or in one linear each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ HEAD_DIM, HEADS, WIDTH = 4, 4, 16
 
 
 class Mixer(nn.Module):
-    """Causal attention with a residual, (B, S, D) -> (B, S, D), over projections in one linear or in three."""
+    """Causal attention with a residual, (B, S, D) -> (B, S, D),
+    over projections in one linear or in three.
+    """
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -26,7 +30,9 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.names == ["qkv"]:
-            q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=HEAD_DIM)
+            q, k, v = rearrange(
+                self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=HEAD_DIM
+            )
         else:
             parts = [self.get_submodule(name)(x) for name in self.names]
             q, k, v = (rearrange(part, "b s (h d) -> b h s d", d=HEAD_DIM) for part in parts)
@@ -35,16 +41,22 @@ class Mixer(nn.Module):
 
 
 def fused_from(parts: list[Tensor]) -> Tensor:
-    """Concatenate q, k, v (H d, D) each to a fused weight (3 H d, D): rows of q, k, v of head 0, then of head 1, ..."""
+    """Concatenate q, k, v (H d, D) each to a fused weight (3 H d, D): rows of q, k, v of head 0,
+    then of head 1, ...
+    """
     return rearrange(torch.stack(parts), "three (h d) i -> (h three d) i", d=HEAD_DIM)
 
 
 @torch.no_grad()
 def initialise(name: str, tensor: Tensor) -> None:
-    """Draw a weight. q, k and v have seeds of their own, so that fused and separate linears are equal."""
+    """Draw a weight. q, k and v have seeds of their own,
+    so that fused and separate linears are equal.
+    """
 
     def drawn(seed: int) -> Tensor:
-        return 0.3 * torch.randn(HEADS * HEAD_DIM, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return 0.3 * torch.randn(
+            HEADS * HEAD_DIM, WIDTH, generator=torch.Generator().manual_seed(seed)
+        )
 
     last = name.split(".")[-2]
     if last == "qkv":
@@ -61,8 +73,18 @@ def build(fused: bool, vocab_size: int = 16) -> nn.Sequential:
     layers |= {f"block{i}": Mixer(fused) for i in range(2)}
     model: Any = nn.Sequential(OrderedDict(layers, head=nn.Linear(WIDTH, vocab_size, bias=False)))
     model.initialise = initialise
-    model.sharding_plan = {"embedding": "vocab", "block*.[qkv]": "column", "block*.out": "row", "head": "vocab"}
+    model.sharding_plan = {
+        "embedding": "vocab",
+        "block*.[qkv]": "column",
+        "block*.out": "row",
+        "head": "vocab",
+    }
     if fused:
-        model.sharding_plan = {"embedding": "vocab", "block*.qkv": "column", "block*.out": "row", "head": "vocab"}
+        model.sharding_plan = {
+            "embedding": "vocab",
+            "block*.qkv": "column",
+            "block*.out": "row",
+            "head": "vocab",
+        }
         model.matrices = {"block*.qkv": (HEAD_DIM, HEAD_DIM, HEAD_DIM)}
     return model  # type: ignore[no-any-return]

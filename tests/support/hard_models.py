@@ -94,7 +94,9 @@ class FrozenNorm(nn.Module):
 
 def build(vocab_size: int, layer: str = "Step", how: str = "plain", **_: Any) -> nn.Sequential:
     """Build five layers: embedding, three of the class ``layer``, head."""
-    kind = {"Step": lambda: Step(how), "Overwriting": Overwriting, "Fickle": lambda: Fickle(how)}[layer]
+    kind = {"Step": lambda: Step(how), "Overwriting": Overwriting, "Fickle": lambda: Fickle(how)}[
+        layer
+    ]
     return nn.Sequential(Embed(vocab_size), kind(), kind(), kind(), Head(vocab_size))
 
 
@@ -134,7 +136,9 @@ def own_tensor(vocab_size: int) -> nn.Sequential:
 
 
 class InPlace(nn.Module):
-    """Residual layer that changes the output of its linear in place; ``how`` names the operation."""
+    """Residual layer that changes the output of its linear in place;
+    ``how`` names the operation.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -164,7 +168,9 @@ def in_place(vocab_size: int, how: str) -> nn.Sequential:
 
 
 def hooked(vocab_size: int, how: str) -> nn.Sequential:
-    """Build a model with a hook on the gradient of one parameter; ``how`` names the kind of hook."""
+    """Build a model with a hook on the gradient of one parameter;
+    ``how`` names the kind of hook.
+    """
     model = build(vocab_size)
     weight = model[1].linear.weight
     if how == "hook":
@@ -187,7 +193,9 @@ class Odd(nn.Linear):
 
 
 def odd_parameter(vocab_size: int, dtype: str) -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(vocab_size, D), Odd(getattr(torch, dtype)), nn.Linear(D, vocab_size))
+    return nn.Sequential(
+        nn.Embedding(vocab_size, D), Odd(getattr(torch, dtype)), nn.Linear(D, vocab_size)
+    )
 
 
 def lazy(vocab_size: int) -> nn.Sequential:
@@ -199,7 +207,9 @@ def careless_loss(vocab_size: int) -> nn.Sequential:
     model = build(vocab_size)
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
-        flat = F.cross_entropy(output.flatten(0, -2), labels.clamp_min(0).flatten(), reduction="none")
+        flat = F.cross_entropy(
+            output.flatten(0, -2), labels.clamp_min(0).flatten(), reduction="none"
+        )
         return flat.view(labels.shape)
 
     model.loss = loss  # type: ignore[assignment]
@@ -220,7 +230,9 @@ class Borrowing(Step):
 def shared_submodule(vocab_size: int) -> nn.Sequential:
     """Build a model in which two of three steps share a module, declared in ``tied_weights``."""
     shared = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
-    model = nn.Sequential(Embed(vocab_size), Borrowing(shared), Step(), Borrowing(shared), Head(vocab_size))
+    model = nn.Sequential(
+        Embed(vocab_size), Borrowing(shared), Step(), Borrowing(shared), Head(vocab_size)
+    )
     names = [f"shared.{number}.{kind}" for number in (0, 2) for kind in ("weight", "bias")]
     model.tied_weights = [(f"1.{name}", f"3.{name}") for name in names]  # type: ignore[assignment]
     return model

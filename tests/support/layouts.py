@@ -16,10 +16,22 @@ from meshwright.pipeline.values import Microbatch
 
 
 def microbatch(
-    source: Source, samples_seen: int, dp_rank: int, dp: int, micro_batch_size: int, chunks: int, m: int
+    source: Source,
+    samples_seen: int,
+    dp_rank: int,
+    dp: int,
+    micro_batch_size: int,
+    chunks: int,
+    m: int,
 ) -> Microbatch:
-    """Return micro-batch ``m`` of replica ``dp_rank`` in the step that starts at ``samples_seen``."""
-    batch = Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=micro_batch_size * chunks * dp)
+    """Return micro-batch ``m`` of replica ``dp_rank`` in the step that starts
+    at ``samples_seen``.
+    """
+    batch = Batch(
+        micro_batch_size=micro_batch_size,
+        chunks=chunks,
+        global_batch=micro_batch_size * chunks * dp,
+    )
     at, device = SimpleNamespace(dp_rank=dp_rank), torch.device("cpu")
     mesh = SimpleNamespace(at=at, device=device, to_device=lambda tensor: tensor)
     executor = SimpleNamespace(schedule=SimpleNamespace(chunks=chunks))

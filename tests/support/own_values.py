@@ -1,4 +1,6 @@
-"""Models whose builders give their weights values as public code does, outside of ``reset_parameters``."""
+"""Models whose builders give their weights values as public code does,
+outside of ``reset_parameters``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ V, D, L = 24, 8, 2
 
 
 class Block(nn.Module):
-    """Pre-norm feed-forward block of GPT-2, whose last projection is scaled by the depth in some models."""
+    """Pre-norm feed-forward block of GPT-2,
+    whose last projection is scaled by the depth in some models.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +40,9 @@ class Block(nn.Module):
 
 
 class Positions(nn.Module):
-    """Token and position embeddings with parameters drawn in ``__init__``, as in vision transformers."""
+    """Token and position embeddings with parameters drawn in ``__init__``,
+    as in vision transformers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +56,9 @@ class Positions(nn.Module):
 
 
 class Masked(nn.Module):
-    """Linear with a random constant mask, whose weight is zero where the mask is, as in masked networks."""
+    """Linear with a random constant mask, whose weight is zero where the mask is,
+    as in masked networks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +128,9 @@ class PartlyReset(Raw):
 
 
 class RawBuffer(nn.Module):
-    """Shift of the features by a buffer from torch.empty, of which ``count`` elements get a value."""
+    """Shift of the features by a buffer from torch.empty,
+    of which ``count`` elements get a value.
+    """
 
     def __init__(self, count: int, *, persistent: bool = True) -> None:
         super().__init__()
@@ -156,11 +166,15 @@ def assemble(*middle: nn.Module, embedding: nn.Module | None = None) -> nn.Seque
     """Build embedding, the layers ``middle`` and head."""
     names = [(f"h{i}", layer) for i, layer in enumerate(middle)]
     first = nn.Embedding(V, D) if embedding is None else embedding
-    return nn.Sequential(OrderedDict([("wte", first), *names, ("head", nn.Linear(D, V, bias=False))]))
+    return nn.Sequential(
+        OrderedDict([("wte", first), *names, ("head", nn.Linear(D, V, bias=False))])
+    )
 
 
 def nanogpt() -> nn.Sequential:
-    """Build a GPT with nanoGPT's initialisation: ``apply``, a tie, and projections scaled by the depth."""
+    """Build a GPT with nanoGPT's initialisation: ``apply``, a tie,
+    and projections scaled by the depth.
+    """
     model = assemble(*(Block() for _ in range(L)))
     model.wte.weight = model.head.weight
     model.tied_weights = [("wte.weight", "head.weight")]
@@ -239,7 +253,7 @@ def rest_of(std: float) -> Callable[[str, Tensor], None]:
 
 
 def halved(name: str, tensor: Tensor) -> None:
-    """Halve the values that a tensor has."""
+    """Divide the values that a tensor has by two."""
     tensor *= 0.5
 
 
@@ -248,7 +262,9 @@ def by_array(name: str, tensor: Tensor) -> None:
     tensor.numpy()[...] = 0.25
 
 
-def with_initialise(initialise: Callable[[str, Tensor], None], model: nn.Sequential) -> nn.Sequential:
+def with_initialise(
+    initialise: Callable[[str, Tensor], None], model: nn.Sequential
+) -> nn.Sequential:
     """Give a model the attribute ``initialise``."""
     model.initialise = initialise  # type: ignore[assignment]
     return model
@@ -286,7 +302,9 @@ def cloned() -> nn.Sequential:
 
 
 def experts() -> nn.Sequential:
-    """Build a mixture of experts whose weights are all set after it is built, in place of its ``initialise``."""
+    """Build a mixture of experts whose weights are all set after it is built,
+    in place of its ``initialise``.
+    """
     moe = {"num_experts": 4, "top_k": 2}
     sizes = {"hidden_size": 16, "num_layers": L, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
     model = llama.build(vocab_size=V, max_sequence_length=8, moe=moe, **sizes)
@@ -374,9 +392,18 @@ def of_constant(make: Callable[[], Tensor], *, is_read: bool = False) -> nn.Sequ
 LARGE = 5_000_000
 """Elements of a buffer that is not marked in the first run of a builder."""
 UNWRITTEN: dict[str, Callable[[], Tensor]] = {
-    **{str(dtype): partial(torch.empty, D, dtype=dtype) for dtype in (torch.int16, torch.uint8, torch.int8)},
-    **{str(dtype): partial(torch.empty, D, dtype=dtype) for dtype in (torch.bool, torch.complex64, torch.complex128)},
-    **{str(dtype): partial(torch.empty, D, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.uint16)},
+    **{
+        str(dtype): partial(torch.empty, D, dtype=dtype)
+        for dtype in (torch.int16, torch.uint8, torch.int8)
+    },
+    **{
+        str(dtype): partial(torch.empty, D, dtype=dtype)
+        for dtype in (torch.bool, torch.complex64, torch.complex128)
+    },
+    **{
+        str(dtype): partial(torch.empty, D, dtype=dtype)
+        for dtype in (torch.float8_e4m3fn, torch.uint16)
+    },
     "large": lambda: torch.empty(LARGE),
     "large, partly": lambda: part_of(torch.empty(LARGE), LARGE - 1),
     "large bool": lambda: torch.empty(LARGE, dtype=torch.bool),
@@ -406,7 +433,9 @@ UNWRITTEN: dict[str, Callable[[], Tensor]] = {
     "compared": lambda: torch.empty(D) > 0,
     "copied": lambda: torch.empty(D, dtype=torch.uint8).clone(),
     "copied deeply": lambda: copy.deepcopy(torch.empty(D, dtype=torch.uint8)),
-    "copied into": lambda: torch.empty(D, dtype=torch.uint8).copy_(torch.empty(D, dtype=torch.uint8)),
+    "copied into": lambda: torch.empty(D, dtype=torch.uint8).copy_(
+        torch.empty(D, dtype=torch.uint8)
+    ),
     "concatenated": lambda: torch.cat([torch.zeros(D).bool(), torch.empty(D, dtype=torch.bool)]),
 }
 """Constants with elements that nothing has written, or that depend on such."""
@@ -421,7 +450,9 @@ WRITTEN: dict[str, Callable[[], Tensor]] = {
     "drawn": lambda: torch.empty(D, dtype=torch.uint8).random_(0, 2),
     "large by numpy": lambda: through_array(torch.empty(LARGE)),
     "large bool by numpy": lambda: through_array(torch.empty(LARGE, dtype=torch.bool)),
-    "large drawn in two": lambda: torch.cat([half.normal_() for half in torch.empty(LARGE).chunk(2)]),
+    "large drawn in two": lambda: torch.cat(
+        [half.normal_() for half in torch.empty(LARGE).chunk(2)]
+    ),
     "not a number": lambda: torch.full((D,), float("nan")),
     "resized, then written": lambda: grown(torch.uint8).zero_(),
     "view of written": lambda: part_of(torch.empty(3 * D, dtype=torch.uint8), D)[:D],
@@ -452,13 +483,17 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "masked": lambda: assemble(Masked(), Block()),
     "copied": copied,
     "from another": from_another,
-    "pretrained": lambda: assemble(Block(), embedding=nn.Embedding.from_pretrained(torch.randn(V, D), freeze=False)),
+    "pretrained": lambda: assemble(
+        Block(), embedding=nn.Embedding.from_pretrained(torch.randn(V, D), freeze=False)
+    ),
     "xavier": lambda: of_linear(lambda linear: nn.init.xavier_uniform_(linear.weight)),
     "orthogonal": lambda: of_linear(lambda linear: nn.init.orthogonal_(linear.weight)),
     "data": lambda: of_linear(assigned),
     "normalised": lambda: of_linear(normalised),
     "numpy": lambda: of_linear(by_numpy),
-    "seeded": lambda: of_linear(lambda linear: linear.weight.normal_(generator=torch.Generator().manual_seed(3))),
+    "seeded": lambda: of_linear(
+        lambda linear: linear.weight.normal_(generator=torch.Generator().manual_seed(3))
+    ),
     "parametrized": lambda: of_linear(parametrizations.weight_norm),
     "truncated": lambda: of_linear(lambda linear: nn.init.trunc_normal_(linear.weight, std=0.02)),
     "sparse": lambda: of_linear(lambda linear: nn.init.sparse_(linear.weight, 0.25)),
@@ -468,7 +503,9 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "late": lambda: assemble(Late(), Block()),
     "cloned": cloned,
     "copies of a reset": lambda: assemble(*(copy.deepcopy(block) for block in [Block()] * L)),
-    "copies of own": lambda: assemble(*(copy.deepcopy(block) for block in [Raw(lambda gain: gain.fill_(2.0))] * L)),
+    "copies of own": lambda: assemble(
+        *(copy.deepcopy(block) for block in [Raw(lambda gain: gain.fill_(2.0))] * L)
+    ),
     "experts": experts,
     "twice registered": twice_registered,
     "filled": lambda: assemble(Raw(lambda gain: gain.fill_(2.0)), Block()),
@@ -483,31 +520,54 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "many problems": many_problems,
     "meta": of_meta,
     "generator": lambda: of_linear(unequal_runs),
-    "time": lambda: of_linear(lambda linear: nn.init.normal_(linear.weight, std=time.perf_counter())),
-    "urandom": lambda: of_linear(lambda linear: linear.weight.fill_(noise() + float(linear.bias[0]))),
+    "time": lambda: of_linear(
+        lambda linear: nn.init.normal_(linear.weight, std=time.perf_counter())
+    ),
+    "urandom": lambda: of_linear(
+        lambda linear: linear.weight.fill_(noise() + float(linear.bias[0]))
+    ),
     "resets": lambda: assemble(Block(), Block()),
     "rest": lambda: with_initialise(rest_of(0.05), assemble(Block(), Block())),
     "rest of own": lambda: with_initialise(rest_of(0.05), nanogpt()),
-    "rest of raw": lambda: with_initialise(rest_of(0.05), assemble(Raw(lambda gain: gain.fill_(2.0)), Block())),
+    "rest of raw": lambda: with_initialise(
+        rest_of(0.05), assemble(Raw(lambda gain: gain.fill_(2.0)), Block())
+    ),
     "rest of empty": lambda: with_initialise(rest_of(0.05), assemble(Raw(), Raw(), Block())),
     "sparse buffer": lambda: assemble(Sparse(), Block()),
     "sparse buffer, read": lambda: read(assemble(Sparse(), Block())),
     "empty, read": lambda: read(assemble(Raw(), Raw(), Block())),
     "partly empty buffer, read": lambda: read(assemble(RawBuffer(3), Block())),
-    "rest of empty buffer, read": lambda: with_initialise(rest_of(0.05), read(assemble(RawBuffer(3), Block()))),
-    "rest of empty, read": lambda: with_initialise(rest_of(0.05), read(assemble(Raw(), Raw(), Block()))),
+    "rest of empty buffer, read": lambda: with_initialise(
+        rest_of(0.05), read(assemble(RawBuffer(3), Block()))
+    ),
+    "rest of empty, read": lambda: with_initialise(
+        rest_of(0.05), read(assemble(Raw(), Raw(), Block()))
+    ),
     "in pieces, read": lambda: with_initialise(in_pieces, read(assemble(Raw(), Block()).double())),
     "array, read": lambda: with_initialise(by_array, read(assemble(Raw(), Block()))),
     "large parameter": lambda: assemble(Filled(lambda: part_of(torch.empty(LARGE))), Block()),
-    "large parameter, read": lambda: read(assemble(Filled(lambda: part_of(torch.empty(LARGE))), Block())),
-    "large parameter in a loop": lambda: assemble(Filled(lambda: in_a_loop(torch.empty(2, LARGE))), Block()),
+    "large parameter, read": lambda: read(
+        assemble(Filled(lambda: part_of(torch.empty(LARGE))), Block())
+    ),
+    "large parameter in a loop": lambda: assemble(
+        Filled(lambda: in_a_loop(torch.empty(2, LARGE))), Block()
+    ),
+    "large memory that is freed": lambda: assemble(
+        Constant(lambda: torch.empty(LARGE) > 0), *(nn.Linear(D, D) for _ in range(8))
+    ),
     "resized parameter": lambda: assemble(Filled(grown), Block()),
     "rest of unequal": lambda: with_initialise(rest_of(0.05), of_linear(unequal_runs)),
     "rest without unequal": lambda: with_initialise(rest_of(0.05), of_linear(uneven_bias)),
     **{f"unwritten {how}": partial(of_constant, make) for how, make in UNWRITTEN.items()},
-    **{f"unwritten {how}, read": partial(of_constant, make, is_read=True) for how, make in UNWRITTEN.items()},
+    **{
+        f"unwritten {how}, read": partial(of_constant, make, is_read=True)
+        for how, make in UNWRITTEN.items()
+    },
     **{f"written {how}": partial(of_constant, make) for how, make in WRITTEN.items()},
-    **{f"written {how}, read": partial(of_constant, make, is_read=True) for how, make in WRITTEN.items()},
+    **{
+        f"written {how}, read": partial(of_constant, make, is_read=True)
+        for how, make in WRITTEN.items()
+    },
     "halved": lambda: with_initialise(halved, assemble(Block(), Block())),
     "by array": lambda: with_initialise(by_array, assemble(Raw(), Block())),
 }

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 
 class Heads(nn.Module):
-    """Last layer: x (B, S, D) -> one (B, S, V) of logits per head, for the next token, the one after it, ..."""
+    """Last layer: x (B, S, D) -> one (B, S, V) of logits per head, for the next token,
+    the one after it, ...
+    """
 
     def __init__(self, vocab_size: int, width: int, count: int) -> None:
         super().__init__()
@@ -32,10 +34,13 @@ class Mixing(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def build(vocab_size: int = 61, width: int = 16, depth: int = 2, count: int = 3, heads: Any = None) -> nn.Sequential:
+def build(
+    vocab_size: int = 61, width: int = 16, depth: int = 2, count: int = 3, heads: Any = None
+) -> nn.Sequential:
     """Build ``embedding``, ``depth`` blocks and ``heads``.
 
-    ``heads``: value of ``loss_heads``; or "whole" (no head is split over tp) or "first" (only the first is). Otherwise
+    ``heads``: value of ``loss_heads``; or "whole" (no head is split over tp) or "first" (only the
+        first is). Otherwise
     head i has shift i and weight 1 / (1 + i).
     """
     model = nn.Sequential()
@@ -43,7 +48,12 @@ def build(vocab_size: int = 61, width: int = 16, depth: int = 2, count: int = 3,
     for i in range(depth):
         model.add_module(f"block{i}", Mixing(width))
     model.add_module("heads", Heads(vocab_size, width, count))
-    model.sharding_plan = {"embedding": "vocab", "block*.up": "column", "block*.down": "row", "heads.out.*": "vocab"}
+    model.sharding_plan = {
+        "embedding": "vocab",
+        "block*.up": "column",
+        "block*.down": "row",
+        "heads.out.*": "vocab",
+    }
     if heads in ("whole", "first"):
         del model.sharding_plan["heads.out.*"]
     if heads == "first":

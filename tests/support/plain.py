@@ -1,4 +1,6 @@
-"""Plain torch models for comparison with layouts: from a run's newest checkpoint, or with initial weights."""
+"""Plain torch models for comparison with layouts: from a run's newest checkpoint,
+or with initial weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from meshwright.parameters import ParameterInfo
 
 
 def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
-    """Load (resolved config, whole model) of a run: eval mode, float32 on CPU, without mesh, stages or schedule."""
+    """Load (resolved config, whole model) of a run: eval mode, float32 on CPU, without mesh,
+    stages or schedule.
+    """
     resolved = run_directory / "resolved.json"
     config = parse(resolved.read_text(), str(resolved))
     found = newest_valid(run_directory)
@@ -43,12 +47,16 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
 
 
 def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
-    """Fill the layers of a model on meta with its full initial weights; tied weights become one parameter."""
+    """Fill the layers of a model on meta with its full initial weights;
+    tied weights become one parameter.
+    """
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)
         if canonical not in made:
-            made[canonical] = nn.Parameter(model.initial(canonical).to(dtype), requires_grad=outline.requires_grad)
+            made[canonical] = nn.Parameter(
+                model.initial(canonical).to(dtype), requires_grad=outline.requires_grad
+            )
         owner_name, _, attribute = name.rpartition(".")
         model.layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
     return model.layers

@@ -32,13 +32,18 @@ SETTLED = {
     "torch._ops.OpOverload._overloadpacket": "an operator without its overload",
     "torch._ops.OpOverload._overloadname": "the overload",
 }
-"""Private by name alone: code outside of torch's core uses them, and every release has had them for years."""
+"""Private by name alone: code outside of torch's core uses them,
+and every release has had them for years.
+"""
 
 OTHERS = {
-    *("_asdict", "_replace", "_field_defaults", "_exit", "_getframe"),  # Python: named tuples, os, sys
+    # Python: named tuples, os, sys
+    *("_asdict", "_replace", "_field_defaults", "_exit", "_getframe"),
     *("_SubParsersAction", "_actions", "_choices_actions"),  # argparse
-    *("_forkserver", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),  # multiprocessing
-    *("_attn_implementation", "_apply_gate", "_init_weights", "_pp_plan", "_tp_plan"),  # transformers
+    # multiprocessing
+    *("_forkserver", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),
+    # transformers
+    *("_attn_implementation", "_apply_gate", "_init_weights", "_pp_plan", "_tp_plan"),
 }
 """Private names of other packages."""
 
@@ -56,24 +61,37 @@ def own_names(tree: ast.Module) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             names.add(node.attr)
     return names
 
 
 def private_attributes(tree: ast.Module) -> set[str]:
-    """Return the private attributes that a file reads of objects, by the dot or by getattr; not those of ``self``."""
+    """Return the private attributes that a file reads of objects, by the dot or by getattr;
+    not those of ``self``.
+    """
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
             names.add(node.attr)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "_replaced"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "hasattr",
+            "setattr",
+            "_replaced",
+        ):
             names |= {each.value for each in node.args[1:2] if isinstance(each, ast.Constant)}
     return {name for name in names if re.match(r"_[a-zA-Z]", str(name))}
 
 
 def unnamed() -> dict[str, set[str]]:
-    """Return the private attributes of torch that a file reads and does not name in PRIVATE_TORCH."""
+    """Return the private attributes of torch that a file reads and does not name
+    in PRIVATE_TORCH.
+    """
     files = sources()
     known = {name.rpartition(".")[2] for name in SETTLED} | OTHERS
     known = known.union(*map(own_names, files.values()))
@@ -81,21 +99,36 @@ def unnamed() -> dict[str, set[str]]:
     for path, tree in files.items():
         named = {part for name in declared_in(path, tree) for part in name.split(".")}
         reads = private_attributes(tree) - known - named
-        reads = {name for name in reads if not name.startswith("_foreach_") and not is_operator(tree, name)}
+        reads = {
+            name
+            for name in reads
+            if not name.startswith("_foreach_") and not is_operator(tree, name)
+        }
         if reads:
             found[module_of(path)] = reads
     return found
 
 
 def is_operator(tree: ast.Module, name: str) -> bool:
-    """Return whether a private name is that of an operator, ``aten._name``, wherever the file reads it."""
-    owners = [ast.unparse(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == name]
+    """Return whether a private name is that of an operator, ``aten._name``,
+    wherever the file reads it.
+    """
+    owners = [
+        ast.unparse(n.value)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and n.attr == name
+    ]
     return bool(owners) and all(owner in ("aten", "torch.ops.aten") for owner in owners)
 
 
 def declared_in(path: Path, tree: ast.Module) -> dict[str, str]:
     """Return the PRIVATE_TORCH of a file; empty: it has none."""
-    targets = {ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+    targets = {
+        ast.unparse(target)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
     if "PRIVATE_TORCH" not in targets:
         return {}
     found: dict[str, str] = importlib.import_module(module_of(path)).PRIVATE_TORCH
@@ -112,7 +145,9 @@ def declared() -> dict[str, dict[str, str]]:
 
 
 def is_in(versions: str, release: tuple[int, int]) -> bool:
-    """Return whether a release of torch, such as (2, 13), is one of ``versions``: "2.15" or "2.11-2.14"."""
+    """Return whether a release of torch, such as (2, 13), is one of ``versions``:
+    "2.15" or "2.11-2.14".
+    """
     first, _, last = versions.partition("-")
     low, high = (tuple(map(int, each.split("."))) for each in (first, last or first))
     return low <= release <= high
@@ -124,7 +159,13 @@ def table() -> str:
     for name, found in sorted(declared().items()):
         places = ", ".join(f"`{file}`" for file in found)
         lines.append(f"| `{name}` | {', '.join(sorted(set(found.values())))} | {places} |")
-    lines += ["", "Private by name alone, and used in several rooms:", "", "| name | what it is |", "|---|---|"]
+    lines += [
+        "",
+        "Private by name alone, and used in several rooms:",
+        "",
+        "| name | what it is |",
+        "|---|---|",
+    ]
     lines += [f"| `{name}` | {text} |" for name, text in SETTLED.items()]
     return "\n".join(lines) + "\n"
 

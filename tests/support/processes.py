@@ -1,4 +1,6 @@
-"""Measured peak memory and bytes on the wire of small runs on CPU: the oracle for tests of predictions."""
+"""Measured peak memory and bytes on the wire of small runs on CPU:
+the oracle for tests of predictions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from meshwright_launch.pool import RankPool
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]
-    """Dispatch mode that records the peak bytes of live storages, independent of the code of the dry run."""
+    """Dispatch mode that records the peak bytes of live storages,
+    independent of the code of the dry run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +37,16 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
 
     def live_bytes(self) -> int:
         """Return the bytes of all storages that operations have made and that still live."""
-        alive = [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
+        alive = [
+            storage
+            for storage in (reference() for reference in self.storages.values())
+            if storage is not None
+        ]
         return sum(storage.nbytes() for storage in alive)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
             return NotImplemented
         results = function(*args, **(kwargs or {}))
@@ -52,7 +62,7 @@ class Feed:
     """Source of random token ids in the shape of the configuration's samples."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.outlines = example(config, 2)
+        self.outlines = example(config.data, 2)
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         assert len(indices) == 2
@@ -71,7 +81,9 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
     """Run three steps of one rank, and measure the third."""
     config = parse(config_json)
     with Live() as live:
-        parts = build(config, open_mesh(Grid(*config.parallel.degrees), "cpu"), (Feed(config), None))
+        parts = build(
+            config, open_mesh(Grid.of(config.parallel.degrees), "cpu"), (Feed(config), None)
+        )
         for _ in range(2):
             take_step(parts)
             for replica in parts.replicas.values():
@@ -82,12 +94,19 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
         parts.mesh.traffic.reset()
         take_step(parts)
         gc.enable()
-    return Held(live.peak_bytes, sum(counted.wire_bytes for counted in parts.mesh.traffic.counts.values()))
+    return Held(
+        live.peak_bytes, sum(counted.wire_bytes for counted in parts.mesh.traffic.counts.values())
+    )
 
 
 def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: Any) -> RunConfig:
     """Return a configuration that is large enough for scalars and padding to be negligible."""
-    options: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+    options: dict[str, Any] = {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+    }
     if model == "llama":
         options |= {"num_kv_heads": 2, "ffn_size": 160, "mtp_layers": mtp_layers}
     sizes = [parallel.get(axis, 1) for axis in ("pp", "dp", "tp")]
@@ -107,7 +126,9 @@ def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: 
 
 
 def with_muon(config: RunConfig, dtype: str, **options: int) -> RunConfig:
-    """Return the configuration with Muon, short samples and large matrices: its peak is in the optimizer's step."""
+    """Return the configuration with Muon, short samples and large matrices:
+    its peak is in the optimizer's step.
+    """
     return config.replace(
         model={"options": config.model.options | {"hidden_size": 192, "num_layers": 2, **options}},
         data={"sequence_length": 8},
@@ -123,15 +144,19 @@ RUNS = {
     "llama-mtp-pp2-tp2": larger("llama", mtp_layers=2, pp=2, tp=2),
     "muon-pp2": larger("gpt2", pp=2).replace(optimizer={"name": "muon"}),
     "muon-tp2-zero2-step": with_muon(larger("llama", dp=2, tp=2, zero=2), "float32", ffn_size=512),
-    "adafactor-tp2-zero2": larger("llama", dp=2, tp=2, zero=2).replace(optimizer={"name": "adafactor"}),
+    "adafactor-tp2-zero2": larger("llama", dp=2, tp=2, zero=2).replace(
+        optimizer={"name": "adafactor"}
+    ),
     "muon-bfloat16-step": with_muon(larger("gpt2", dp=2), "bfloat16"),
 }
 """Configurations whose measurements the tests of dryrun and plan share."""
 
 
 def measured(pool: RankPool, config: RunConfig) -> list[Held]:
-    """Return the measurements of each rank; cached, so that each configuration runs once per pool."""
-    return _measured(pool, config.model_dump_json(), Grid(*config.parallel.degrees).size)
+    """Return the measurements of each rank; cached,
+    so that each configuration runs once per pool.
+    """
+    return _measured(pool, config.model_dump_json(), Grid.of(config.parallel.degrees).size)
 
 
 @functools.cache

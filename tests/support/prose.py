@@ -42,8 +42,12 @@ _LIST = """
 VERBS = frozenset(_LIST.split())
 """Imperative verbs that a function's docstring may open with. Another one is added here."""
 
-QUESTIONS = re.compile(r"^(what|who|whose|whether|where|which|how|why|when|of|and|or|that|they|it|there|here)\b", re.I)
-SPEECH = re.compile(r"\b(says?|said|saying|tells?|told|telling|knows?|knew|hears?|heard|speaks?|spoken)\b", re.I)
+QUESTIONS = re.compile(
+    r"^(what|who|whose|whether|where|which|how|why|when|of|and|or|that|they|it|there|here)\b", re.I
+)
+SPEECH = re.compile(
+    r"\b(says?|said|saying|tells?|told|telling|knows?|knew|hears?|heard|speaks?|spoken)\b", re.I
+)
 
 
 class Finding(NamedTuple):
@@ -62,7 +66,7 @@ class Docstring(NamedTuple):
     """A docstring and the kind of thing that it documents."""
 
     kind: str
-    """function, property, class, module or attribute."""
+    """function, test, property, class, module or attribute."""
     line: int
     text: str
 
@@ -79,7 +83,11 @@ def docstrings(tree: ast.Module) -> Iterator[Docstring]:
             continue
         for before, after in pairwise(body):
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if is_text and isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after.value.value, str):
+            if (
+                is_text
+                and isinstance(before, ast.Assign | ast.AnnAssign)
+                and isinstance(after.value.value, str)
+            ):
                 yield Docstring("attribute", after.lineno, after.value.value)
 
 
@@ -88,8 +96,11 @@ def _kind_of(node: ast.AST) -> str:
         return "module"
     if isinstance(node, ast.ClassDef):
         return "class"
+    if node.name.startswith("test_"):  # type: ignore[attr-defined]
+        return "test"  # its docstring may be a sentence: what holds
     decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
-    return "property" if any("property" in each for each in decorators) else "function"
+    is_value = any("property" in each or "pytest.fixture" in each for each in decorators)
+    return "property" if is_value else "function"
 
 
 def findings(path: Path) -> list[Finding]:
@@ -100,15 +111,23 @@ def findings(path: Path) -> list[Finding]:
         opening = text.split("\n", 1)[0][:90]
         if kind == "function" and first not in VERBS:
             found.append(Finding(path, line, "opens without an imperative verb", opening))
-        elif kind != "function" and QUESTIONS.match(text):
+        elif kind not in ("function", "test") and QUESTIONS.match(text):
             found.append(Finding(path, line, "opens without a noun", opening))
         if match := SPEECH.search(text):
-            found.append(Finding(path, line, f"code does not {match[0]}", text[max(0, match.start() - 40) :][:90]))
+            found.append(
+                Finding(
+                    path, line, f"code does not {match[0]}", text[max(0, match.start() - 40) :][:90]
+                )
+            )
     return found
 
 
 def main(words: list[str]) -> None:
-    paths = [path for word in words for path in ([Path(word)] if word.endswith(".py") else Path(word).rglob("*.py"))]
+    paths = [
+        path
+        for word in words
+        for path in ([Path(word)] if word.endswith(".py") else Path(word).rglob("*.py"))
+    ]
     found = [finding for path in sorted(paths) for finding in findings(path)]
     for finding in found:
         print(finding)

@@ -1,4 +1,5 @@
-"""Reading path: the files that together explain a training step, and docs/read-the-code.md, which lists them.
+"""Reading path: the files that together explain a training step, and docs/read-the-code.md,
+which lists them.
 
 python -m tests.support.reading_path          writes the line counts of docs/read-the-code.md
 """
@@ -13,9 +14,28 @@ from tests.support.sources import ROOT, TRAINER
 DOCUMENT = ROOT / "docs" / "read-the-code.md"
 
 READING_PATH = (
-    *("mesh/grid", "schedule/action", "schedule/build", "schedule/lower", "blueprint", "parts/rank"),
-    *("tensor_parallel/plan", "tensor_parallel/layers", "tensor_parallel/regions", "pipeline/stage"),
-    *("pipeline/executor", "data_parallel/sharding", "data_parallel/buckets", "data_parallel/replica"),
+    *(
+        "mesh/grid",
+        "schedule/action",
+        "schedule/build",
+        "schedule/lower",
+        "blueprint",
+        "parts/rank",
+        "placement/rewrite",
+    ),
+    *(
+        "tensor_parallel/plan",
+        "tensor_parallel/layers",
+        "tensor_parallel/regions",
+        "tensor_parallel/column",
+        "pipeline/stage",
+    ),
+    *(
+        "pipeline/executor",
+        "data_parallel/sharding",
+        "data_parallel/buckets",
+        "data_parallel/replica",
+    ),
     *("optimizer/flat", "optimizer/learning_rate", "build", "step", "train"),
 )
 
@@ -40,7 +60,9 @@ def described() -> list[str]:
 
 def counted(text: str) -> str:
     """Return the document's text with today's line counts."""
-    text = _ROW.sub(lambda row: re.sub(r"\d+ \|$", f"{count_lines(file_of(row[1]))} |", row[0]), text)
+    text = _ROW.sub(
+        lambda row: re.sub(r"\d+ \|$", f"{count_lines(file_of(row[1]))} |", row[0]), text
+    )
     total = sum(count_lines(file_of(entry)) for entry in READING_PATH)
     return _TOTAL.sub(f"{len(READING_PATH)} files, {total:,} lines", text)
 

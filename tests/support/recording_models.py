@@ -11,7 +11,9 @@ D = 8
 
 
 class Block(nn.Module):
-    """Residual MLP that records the share of inactive units, split over tp, and the norm of its output."""
+    """Residual MLP that records the share of inactive units, split over tp,
+    and the norm of its output.
+    """
 
     def __init__(self, counts: str) -> None:
         super().__init__()
@@ -22,12 +24,16 @@ class Block(nn.Module):
         h = F.gelu(self.up(self.norm(x)))
         meshwright.record("inactive_share", (h < 0).sum(), h.numel())
         x = x + self.down(h)
-        meshwright.record("norm", x.norm(dim=-1).sum(), x[..., 0].numel() if self.counts == "tokens" else 1)
+        meshwright.record(
+            "norm", x.norm(dim=-1).sum(), x[..., 0].numel() if self.counts == "tokens" else 1
+        )
         return x
 
 
 class EvalOnly(nn.Module):
-    """Layer that records in eval mode only: the forward on meta, in training mode, does not find its metric."""
+    """Layer that records in eval mode only: the forward on meta, in training mode,
+    does not find its metric.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -40,11 +46,17 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
     counted = labels != -100
     meshwright.record("accuracy", ((logits.argmax(-1) == labels) & counted).sum(), counted.sum())
     meshwright.record("logit", logits.square().sum(), logits.numel())
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
 
 
-def build(vocab_size: int, counts: str = "tokens", own_loss: bool = True, late: bool = False) -> nn.Sequential:
-    """Build embedding, four blocks, head. ``counts`` = "microbatches": the norm depends on the micro-batch size."""
+def build(
+    vocab_size: int, counts: str = "tokens", own_loss: bool = True, late: bool = False
+) -> nn.Sequential:
+    """Build embedding, four blocks, head. ``counts`` = "microbatches":
+    the norm depends on the micro-batch size.
+    """
     layers = nn.Sequential()
     layers.add_module("embedding", nn.Embedding(vocab_size, D))
     for index in range(4):

@@ -44,7 +44,11 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def size_of(paths: Iterable[Path]) -> Size:
@@ -54,14 +58,18 @@ def size_of(paths: Iterable[Path]) -> Size:
         text = path.read_text(encoding="utf-8")
         num_files += 1
         num_lines += len(text.splitlines())
-        num_nodes += sum(not isinstance(node, PARTS) for node in ast.walk(without_docstrings(ast.parse(text))))
+        num_nodes += sum(
+            not isinstance(node, PARTS) for node in ast.walk(without_docstrings(ast.parse(text)))
+        )
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         num_comments += sum(token.type == tokenize.COMMENT for token in tokens)
     return Size(num_files, num_lines, num_nodes, num_comments)
 
 
 def room_of(path: Path) -> str:
-    """Return the room of a file: below the trainer the first folder or file, else the package and its folder."""
+    """Return the room of a file: below the trainer the first folder or file,
+    else the package and its folder.
+    """
     parts = module_of(path).split(".")
     if parts[0] == "meshwright":
         return parts[1] if len(parts) > 1 else "meshwright"
@@ -77,18 +85,23 @@ def names_used_elsewhere() -> dict[str, set[str]]:
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
             for alias in node.names:
-                module = f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in rooms else node.module
+                module = (
+                    f"{node.module}.{alias.name}"
+                    if f"{node.module}.{alias.name}" in rooms
+                    else node.module
+                )
                 if module in rooms and rooms[module] != room_of(path):
                     used[rooms[module]].add(f"{node.module}.{alias.name}")
     return used
 
 
 def reached_from(module: str) -> int:
-    """Return the number of our files that a module imports, directly or not."""
+    """Return the number of our files that a module imports when it runs, directly or not."""
     paths = {module_of(path): path for path in files()}
     found, left = {module}, [module]
     while left:
-        for node in ast.walk(ast.parse(paths[left.pop()].read_text(encoding="utf-8"))):
+        tree = ast.parse(paths[left.pop()].read_text(encoding="utf-8"))
+        for node in _at_run_time(tree):
             for name in _imported(node):
                 while name and name not in paths:
                     name = name.rpartition(".")[0]
@@ -96,6 +109,14 @@ def reached_from(module: str) -> int:
                     found.add(name)
                     left.append(name)
     return len(found)
+
+
+def _at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a file, without those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield node
+            yield from _at_run_time(node)
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -108,7 +129,10 @@ def _imported(node: ast.AST) -> Iterator[str]:
 def spread() -> dict[str, int]:
     """Return the number of files that name a capability, by its word."""
     texts = [path.read_text(encoding="utf-8").lower() for path in files()]
-    return {word: sum(re.search(rf"(?<![a-z]){word}", text) is not None for text in texts) for word in WORDS}
+    return {
+        word: sum(re.search(rf"(?<![a-z]){word}", text) is not None for text in texts)
+        for word in WORDS
+    }
 
 
 def row(name: str, size: Size, used: object = "") -> str:
@@ -132,7 +156,9 @@ def table(core_rooms: Iterable[str]) -> str:
     lines += [row("core of the trainer", size_of(core)), row("reading path", size_of(reading))]
     lines += [row("tests", size_of((ROOT / "tests").rglob("*.py")))]
     lines += ["", f"files reached by step.py: {reached_from('meshwright.step')}"]
-    lines += ["files that name " + ", ".join(f"{word} {number}" for word, number in spread().items())]
+    lines += [
+        "files that name " + ", ".join(f"{word} {number}" for word, number in spread().items())
+    ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""Source roots of the checkout and the modules below them. A file's path below its root is its import path."""
+"""Source roots of the checkout and the modules below them.
+A file's path below its root is its import path.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Core tests on the oldest and the newest versions that pyproject.toml admits, each in an environment of its own.
+"""Core tests on the oldest and the newest versions that pyproject.toml admits,
+each in an environment of its own.
 
 make versions                                   both, with the Python of the checkout
 make versions PYTHON=python3.13                 another Python, for what the registry has for it
@@ -30,10 +31,20 @@ RESOLUTIONS = {"oldest": "lowest-direct", "newest": "highest"}
 EXTRAS = ".[hf,plot,wandb]"
 FOR_TESTS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.120", "jsonschema>=4.23")
 SHOWN = ("torch", "megatron-core", "transformers", "numpy", "pydantic")
-LAYOUTS = ("dp2,zero3", "pp2,tp2,sequence", "dp2,tp2,zero3", "pp2,zb_h2,dp2", "cp2,tp2,sequence", "dp2,pp2,zero2,full")
+LAYOUTS = (
+    "dp2,zero3",
+    "pp2,tp2,sequence",
+    "dp2,tp2,zero3",
+    "pp2,zb_h2,dp2",
+    "cp2,tp2,sequence",
+    "dp2,pp2,zero2,full",
+)
 TESTS = (
     "tests/framework/system/test_private_torch.py",
-    *(f"tests/framework/{room}" for room in ("data_parallel", "checkpoint", "mesh", "tensor_parallel")),
+    *(
+        f"tests/framework/{room}"
+        for room in ("data_parallel", "checkpoint", "mesh", "tensor_parallel")
+    ),
     "tests/framework/watch/test_hang.py",
     "tests/framework/watch/test_hang_report.py",
     "tests/plan/dryrun/test_fake_step.py",
@@ -48,7 +59,17 @@ class Job(NamedTuple):
 
 
 JOBS = (
-    Job("verify", ("meshwright", "verify", "configs/demo.toml", "--steps", "4", *(f"--layouts={x}" for x in LAYOUTS))),
+    Job(
+        "verify",
+        (
+            "meshwright",
+            "verify",
+            "configs/demo.toml",
+            "--steps",
+            "4",
+            *(f"--layouts={x}" for x in LAYOUTS),
+        ),
+    ),
     Job("dryrun", ("meshwright", "dryrun", "configs/demo.toml")),
     Job("tests", ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *TESTS)),
 )
@@ -56,7 +77,9 @@ JOBS = (
 
 def run(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the checkout and return what it printed."""
-    return subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, check=False
+    )
 
 
 def choice_of(name: str) -> tuple[str, ...]:
@@ -94,9 +117,13 @@ def install(name: str, place: Path) -> None:
 
 def versions_of(place: Path) -> dict[str, str]:
     """Return the versions of Python and the main packages of an environment."""
-    listed = json.loads(run(place / "bin" / "python", "-m", "pip", "list", "--format", "json").stdout)
+    listed = json.loads(
+        run(place / "bin" / "python", "-m", "pip", "list", "--format", "json").stdout
+    )
     found = {each["name"]: each["version"] for each in listed}
-    python = run(place / "bin" / "python", "-c", "import platform; print(platform.python_version())").stdout.strip()
+    python = run(
+        place / "bin" / "python", "-c", "import platform; print(platform.python_version())"
+    ).stdout.strip()
     return {"Python": python, **{name: found.get(name, "-") for name in SHOWN}}
 
 
@@ -109,15 +136,24 @@ def outcome(job: Job, place: Path) -> str:
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     (place / f"{job.name}.log").write_text(done.stdout + done.stderr)
     if done.returncode:
-        return f"FAILED ({place.relative_to(ROOT)}/{job.name}.log: {lines[-1][:80] if lines else 'no output'})"
-    said = {"verify": r"all \d+ layouts agree", "tests": r"\d+ passed.*(?= in )", "dryrun": ""}[job.name]
+        return (
+            f"FAILED ({place.relative_to(ROOT)}/{job.name}.log:"
+            f" {lines[-1][:80] if lines else 'no output'})"
+        )
+    said = {"verify": r"all \d+ layouts agree", "tests": r"\d+ passed.*(?= in )", "dryrun": ""}[
+        job.name
+    ]
     found = re.search(said, "\n".join(lines))
     return f"{found[0] if found and found[0] else 'ran'}, {took:.0f} s"
 
 
 def row_of(name: str, place: Path) -> str:
     """Return a row of the table in docs/install.md."""
-    cells = [f"{name}, {date.today()}", *versions_of(place).values(), *(outcome(job, place) for job in JOBS)]
+    cells = [
+        f"{name}, {date.today()}",
+        *versions_of(place).values(),
+        *(outcome(job, place) for job in JOBS),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -126,7 +162,11 @@ def write(row: str) -> None:
     name, python = [cell.strip() for cell in row.split("|")[1:3]]
     name, minor = name.partition(",")[0], python.rpartition(".")[0]
     lines = DOCUMENT.read_text().splitlines()
-    same = [i for i, line in enumerate(lines) if re.match(rf"\| {name}, [\d-]+ \| {re.escape(minor)}\.", line)]
+    same = [
+        i
+        for i, line in enumerate(lines)
+        if re.match(rf"\| {name}, [\d-]+ \| {re.escape(minor)}\.", line)
+    ]
     heading = next(i for i, line in enumerate(lines) if line.startswith("| environment |"))
     if same:
         lines[same[0]] = row
@@ -137,9 +177,14 @@ def write(row: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the jobs; exit code 1 if one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "names", nargs="*", type=environment, help="oldest, newest (default: both), or a release of torch"
+        "names",
+        nargs="*",
+        type=environment,
+        help="oldest, newest (default: both), or a release of torch",
     )
     parser.add_argument("--write", action="store_true", help="write the rows into docs/install.md")
     options = parser.parse_args(arguments)

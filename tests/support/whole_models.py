@@ -1,4 +1,6 @@
-"""Models that are one nn.Module, as published ones are: their forward runs over an nn.ModuleList."""
+"""Models that are one nn.Module, as published ones are:
+their forward runs over an nn.ModuleList.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.c_attn(x).chunk(3, dim=-1))
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in self.c_attn(x).chunk(3, dim=-1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -41,7 +46,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Shape of nanoGPT: a ModuleDict with the blocks, a head tied to the tokens, weights set by ``apply``."""
+    """Shape of nanoGPT: a ModuleDict with the blocks, a head tied to the tokens,
+    weights set by ``apply``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +82,9 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision transformer with a class token and positions that are parameters of the whole module."""
+    """Vision transformer with a class token and positions that are parameters
+    of the whole module.
+    """
 
     def __init__(self) -> None:
         super().__init__()

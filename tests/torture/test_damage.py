@@ -1,4 +1,6 @@
-"""Each file of a real run's newest checkpoint, damaged in each way: found, named, and the one before is taken."""
+"""Each file of a real run's newest checkpoint, damaged in each way: found, named,
+and the one before is taken.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,15 @@ DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
 }
 
 
-@pytest.mark.torture(row="every file of the newest checkpoint x {missing, empty, one byte flipped, truncated}")
+@pytest.mark.torture(
+    row="every file of the newest checkpoint x {missing, empty, one byte flipped, truncated}"
+)
 def test_every_damaged_file_is_named(
-    corpus: Path, tmp_path: Path, pool: RankPool, seed: int, record_property: Callable[[str, Any], None]
+    corpus: Path,
+    tmp_path: Path,
+    pool: RankPool,
+    seed: int,
+    record_property: Callable[[str, Any], None],
 ) -> None:
     draw = random.Random(seed)
     config = run_config(
@@ -46,15 +54,15 @@ def test_every_damaged_file_is_named(
     )
     train(pool, config)
     expected = exact_losses(config)
-    newest, older = find(run_directory(config))
+    newest, older = find(run_directory(config.run))
     sound = tmp_path / "sound"
-    shutil.copytree(run_directory(config), sound)
+    shutil.copytree(run_directory(config.run), sound)
     cases = 0
     for name in sorted(path.name for path in newest.path.iterdir()):
         for damage in DAMAGE.values():
             damage(newest.path / name, draw)
             warned: list[str] = []
-            found = newest_valid(run_directory(config), warn=warned.append)
+            found = newest_valid(run_directory(config.run), warn=warned.append)
             assert found is not None and found.path == older.path
             assert len(warned) == 1 and newest.path.name in warned[0]
             assert name in warned[0]
@@ -65,8 +73,8 @@ def test_every_damaged_file_is_named(
         said = train(pool, config)
         assert f"resuming from {older.path}" in said
         assert exact_losses(config) == expected
-        shutil.rmtree(run_directory(config))
-        shutil.copytree(sound, run_directory(config))
+        shutil.rmtree(run_directory(config.run))
+        shutil.copytree(sound, run_directory(config.run))
     newest.path.joinpath("manifest.json").unlink()
     older.path.joinpath("manifest.json").unlink()
     with pytest.raises(Exception, match="none of the 2 checkpoints verifies"):

@@ -1,4 +1,6 @@
-"""Stopped and gone on with at random steps over the end of an epoch: each sample once in each epoch, none twice."""
+"""Stopped and gone on with at random steps over the end of an epoch:
+each sample once in each epoch, none twice.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +40,35 @@ def short_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepared"
 
 
-def some_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[int, dict[int, tuple[Any, Any]]]:
-    """Go on, take some steps, save; the samples in one epoch, and those that this rank has read, by index."""
+def some_steps(
+    rank: int, world_size: int, config: RunConfig, steps: int
+) -> tuple[int, dict[int, tuple[Any, Any]]]:
+    """Go on, take some steps, save; the samples in one epoch, and those that this rank has read,
+    by index.
+    """
     config = resolve(config, world_size)
     assert isinstance(config.parallel.dp, int)
-    mesh = open_mesh(Grid(config.parallel.pp, config.parallel.dp, config.parallel.tp), "cpu")
+    mesh = open_mesh(
+        Grid(pp=config.parallel.pp, dp=config.parallel.dp, tp=config.parallel.tp), "cpu"
+    )
     feed = Recording(*open_sources(config)[0])
     feed.seen = {}
     parts = build(config, mesh, (feed, None))
-    resume(parts, run_directory(config), lambda text: None)
+    resume(parts, run_directory(config.run), lambda text: None)
     for _ in range(steps):
         take_step(parts)
-    save(parts, str(run_directory(config)))
+    save(parts, str(run_directory(config.run)))
     close_mesh(mesh)
     return feed.order.num_samples, feed.seen
 
 
 @pytest.mark.torture(row="20 random resumes over an epoch's edge")
 def test_no_sample_is_left_out_or_seen_twice(
-    short_corpus: Path, tmp_path: Path, pool: RankPool, seed: int, record_property: Callable[[str, Any], None]
+    short_corpus: Path,
+    tmp_path: Path,
+    pool: RankPool,
+    seed: int,
+    record_property: Callable[[str, Any], None],
 ) -> None:
     draw = random.Random(seed)
     seen: dict[int, tuple[Any, Any]] = {}
@@ -70,7 +82,7 @@ def test_no_sample_is_left_out_or_seen_twice(
         assert not new.keys() & seen.keys(), "seen before the stop, and again after it"
         seen |= new
         steps += some
-    global_batch = batch_numbers(resolve(config, size(config))).global_batch
+    global_batch = batch_numbers(resolve(config, size(config)).batch).global_batch
     assert sorted(seen) == list(range(steps * global_batch))
     epochs = len(seen) // num_samples
     assert epochs >= 1, "no edge was passed"
@@ -78,4 +90,7 @@ def test_no_sample_is_left_out_or_seen_twice(
     for epoch in range(epochs):
         counted = Counter(texts[epoch * num_samples : (epoch + 1) * num_samples])
         assert len(counted) == num_samples, "a sample came twice in an epoch"
-    record_property("noted", f"{RESUMES} resumes over {epochs} edges: 0 duplicated, 0 skipped of {len(seen)} samples")
+    record_property(
+        "noted",
+        f"{RESUMES} resumes over {epochs} edges: 0 duplicated, 0 skipped of {len(seen)} samples",
+    )

@@ -1,4 +1,6 @@
-"""SIGKILL to one rank or to all, at random moments of a run that saves in every step; then the same command again."""
+"""SIGKILL to one rank or to all, at random moments of a run that saves in every step;
+then the same command again.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,29 @@ LIMIT_S = 240.0
 
 
 def has_stepped(config: RunConfig, since_ns: int, from_step: int) -> bool:
-    """Whether a step beyond this one has been told since then; what a killed run told is still there at first."""
-    metrics = run_directory(config) / "metrics.jsonl"
+    """Return whether a step beyond this one has been told since then;
+    what a killed run told is still there at first.
+    """
+    metrics = run_directory(config.run) / "metrics.jsonl"
     if not metrics.exists() or metrics.stat().st_mtime_ns <= since_ns:
         return False
     return metrics.read_bytes().count(b"\n") > from_step
 
 
-def killed(pool: RankPool, config: RunConfig, ranks: list[int], after_s: float, starting: bool) -> None:
-    """Start the run, and kill these ranks a while after its next step; ``starting``: after its start."""
+def killed(
+    pool: RankPool, config: RunConfig, ranks: list[int], after_s: float, starting: bool
+) -> None:
+    """Start the run, and kill these ranks a while after its next step; ``starting``:
+    after its start.
+    """
     missed: list[str] = []
     from_step, since_ns = newest_step(config), time.time_ns()
 
     def kill() -> None:
         deadline_s = time.monotonic() + LIMIT_S
-        while len(pool.pids()) < size(config) or not (starting or has_stepped(config, since_ns, from_step)):
+        while len(pool.pids()) < size(config) or not (
+            starting or has_stepped(config, since_ns, from_step)
+        ):
             if time.monotonic() > deadline_s:
                 missed.append("no step was taken")
                 break
@@ -70,7 +80,7 @@ def killed(pool: RankPool, config: RunConfig, ranks: list[int], after_s: float, 
 
 
 def newest_step(config: RunConfig) -> int:
-    found = find(run_directory(config))
+    found = find(run_directory(config.run))
     return found[0].step if found else 0
 
 
@@ -79,11 +89,19 @@ def newest_step(config: RunConfig) -> int:
     ("text", "asynchronous"),
     [
         pytest.param(text, asynchronous, id=f"{text}-{'behind' if asynchronous else 'blocking'}")
-        for text, asynchronous in (*itertools.product(["dp2", "pp2,tp2"], [True, False]), ("dp2,zero3,offload", True))
+        for text, asynchronous in (
+            *itertools.product(["dp2", "pp2,tp2"], [True, False]),
+            ("dp2,zero3,offload", True),
+        )
     ],
 )
 def test_no_kill_loses_a_run(
-    text: str, asynchronous: bool, corpus: Path, tmp_path: Path, seed: int, record_property: Callable[[str, Any], None]
+    text: str,
+    asynchronous: bool,
+    corpus: Path,
+    tmp_path: Path,
+    seed: int,
+    record_property: Callable[[str, Any], None],
 ) -> None:
     draw = random.Random(f"{seed} {text} {asynchronous}")
     sections: dict[str, Any] = {
@@ -102,15 +120,17 @@ def test_no_kill_loses_a_run(
             starting = draw.random() < 0.1
             killed(pool, config, whom, draw.uniform(0.0, 2.0 if starting else 0.6), starting)
             warned: list[str] = []
-            found = newest_valid(run_directory(config), warn=warned.append)
+            found = newest_valid(run_directory(config.run), warn=warned.append)
             unreadable += len(warned)
             lost += (found.manifest.step if found else 0) < before
         steps = newest_step(config) + 2
         finished = changed(config, train={"steps": steps})
         train(pool, finished)
-        plain = changed(finished, run={"directory": str(tmp_path / "plain")}, checkpoint={"every": 0})
+        plain = changed(
+            finished, run={"directory": str(tmp_path / "plain")}, checkpoint={"every": 0}
+        )
         pool.run(train_rank, size(plain), plain, timeout_s=LIMIT_S)
     assert (lost, unreadable) == (0, 0)
     assert exact_losses(finished) == exact_losses(plain)
-    assert not differing(tensors(run_directory(finished)), tensors(run_directory(plain)))
+    assert not differing(tensors(run_directory(finished.run)), tensors(run_directory(plain.run)))
     record_property("noted", f"{KILLS} kills, 0 lost, 0 unloadable, {steps} steps hex-equal")

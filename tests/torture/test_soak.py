@@ -1,4 +1,6 @@
-"""A quarter of an hour of all that happens to a run on a cluster, and the numbers of a run that was left alone."""
+"""A quarter of an hour of all that happens to a run on a cluster,
+and the numbers of a run that was left alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from meshwright.config import RunConfig
 from meshwright.errors import HangError
 from meshwright.run.directory import run_directory
 from meshwright_launch.pool import RankPool
-from tests.end_to_end.driving import changed, differing, exact_losses, layout, lines, run_config, tensors, train_rank
+from tests.end_to_end.driving import (
+    changed,
+    differing,
+    exact_losses,
+    layout,
+    lines,
+    run_config,
+    tensors,
+    train_rank,
+)
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 
 FAULTS = ("kill a rank", "kill all ranks", "kill the launcher", "SIGTERM", "stop a rank", "damage")
@@ -29,16 +40,19 @@ ENDS = {
     "SIGTERM": (85, HangError.exit_code, 128 + signal.SIGTERM, -signal.SIGTERM),
     "kill the launcher": (-signal.SIGKILL,),
 }
-"""What ends the run as a whole, and how: who is asked to end has saved, or cannot for a rank that was stopped before,
-or has not begun. All else it gets over by itself."""
+"""What ends the run as a whole, and how: who is asked to end has saved, or cannot for a rank that
+was stopped before, or has not begun. All else it gets over by itself.
+"""
 HANG_S = 20.0
 
 
 def ranks_alive(config: RunConfig, shell: Shell) -> list[int]:
     """Processes of all ranks but the first, as their logs name them, that live."""
     pids = []
-    for log in sorted((run_directory(config) / "logs").glob("rank-*.log")):
-        found = re.findall(r"^=== started .* process (\d+) ===$", log.read_text(errors="replace"), re.MULTILINE)
+    for log in sorted((run_directory(config.run) / "logs").glob("rank-*.log")):
+        found = re.findall(
+            r"^=== started .* process (\d+) ===$", log.read_text(errors="replace"), re.MULTILINE
+        )
         pids += [int(found[-1])] if found else []
     alive = shell.alive()
     return [pid for pid in pids if pid in alive]
@@ -46,7 +60,7 @@ def ranks_alive(config: RunConfig, shell: Shell) -> list[int]:
 
 def damage_newest(config: RunConfig, draw: random.Random) -> None:
     """One byte of the newest checkpoint, if an older one stands behind it."""
-    found = find(run_directory(config))
+    found = find(run_directory(config.run))
     if len(found) > 1:
         with contextlib.suppress(OSError):
             path = draw.choice(sorted(found[0].path.iterdir()))
@@ -111,7 +125,10 @@ def test_a_run_under_fire_ends_as_one_that_was_left_alone(
                 process.wait(LIMIT_S)
         if process.poll() is not None:  # what a scheduler does then: the same command again
             ended[process.returncode] += 1
-            assert lives and process.returncode in ENDS.get(fault, ()), (fault, (tmp_path / "said").read_text()[-2000:])
+            assert lives and process.returncode in ENDS.get(fault, ()), (
+                fault,
+                (tmp_path / "said").read_text()[-2000:],
+            )
             shell.wait_until_none_is_left()
             process = shell.start(command, stdout=said, stderr=said)
     process.send_signal(signal.SIGTERM)
@@ -120,15 +137,15 @@ def test_a_run_under_fire_ends_as_one_that_was_left_alone(
     shell.wait_until_none_is_left()
     useful_s = sum(line["perf/step_s"] for line in lines(config))
 
-    finished = changed(config, train={"steps": find(run_directory(config))[0].step + 5})
+    finished = changed(config, train={"steps": find(run_directory(config.run))[0].step + 5})
     plain = changed(finished, run={"directory": str(tmp_path / "plain")}, checkpoint={"every": 0})
     with RankPool(4) as pool:
         for each in (finished, plain):
             pool.run(train_rank, 4, each, timeout_s=3600)
     assert exact_losses(finished) == exact_losses(plain)
-    assert not differing(tensors(run_directory(finished)), tensors(run_directory(plain)))
+    assert not differing(tensors(run_directory(finished.run)), tensors(run_directory(plain.run)))
     record_property(
         "noted",
-        f"{sum(struck.values())} faults in {passed_s / 60:.0f} min, {finished.train.steps} steps, loss hex-equal, "
-        f"{useful_s / passed_s:.0%} of the time in steps that count",
+        f"{sum(struck.values())} faults in {passed_s / 60:.0f} min, {finished.train.steps} steps,"
+        f" loss hex-equal, {useful_s / passed_s:.0%} of the time in steps that count",
     )

@@ -1,1 +1,3 @@
-"""Exchange with other frameworks: Hugging Face models, configurations of Megatron-LM, torchtitan and nanotron."""
+"""Exchange with other frameworks: Hugging Face models, configurations of Megatron-LM,
+torchtitan and nanotron.
+"""

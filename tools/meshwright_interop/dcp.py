@@ -1,12 +1,15 @@
-"""Export of a checkpoint to PyTorch's distributed checkpoint format (DCP), by parameter name, as torchtitan has them.
+"""Export of a checkpoint to PyTorch's distributed checkpoint format (DCP), by parameter name,
+as torchtitan has them.
 
     weights/block0.norm.weight, any layout  ->  block0.norm.weight, one whole tensor in __0_0.distcp
-                                                .metadata: names, shapes, dtypes, offsets (a pickle, as DCP defines it)
+                                                .metadata: names, shapes, dtypes, offsets (a pickle,
+                                                    as DCP defines it)
 
-A model in plain torch loads it under its own parameter names. DCP writes the files. The planner hands it one tensor of
-the checkpoint after the other, so that one is in memory at a time.
+A model in plain torch loads it under its own parameter names. DCP writes the files. The planner
+hands it one tensor of the checkpoint after the other, so that one is in memory at a time.
 
-There is no import: DCP's ``.metadata`` and every tensor in its files are pickles, which can run code when loaded.
+There is no import: DCP's ``.metadata`` and every tensor in its files are pickles, which can run
+code when loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from meshwright_interop.huggingface.destination import (
 )
 
 FILE_BYTES = 4096
-"""Estimated bytes per tensor besides its elements: its header in the file, and its part of the metadata."""
+"""Estimated bytes per tensor besides its elements: its header in the file,
+and its part of the metadata.
+"""
 
 
 class DcpExport(NamedTuple):
@@ -50,7 +55,9 @@ class DcpExport(NamedTuple):
 class _Tensors(DefaultSavePlanner):
     """Planner that reads each tensor from the checkpoint when DCP writes it."""
 
-    def __init__(self, checkpoint: CheckpointReader, kind: TensorKind, num_bytes: int, on_bytes: OnBytes) -> None:
+    def __init__(
+        self, checkpoint: CheckpointReader, kind: TensorKind, num_bytes: int, on_bytes: OnBytes
+    ) -> None:
         super().__init__()
         self.checkpoint, self.kind = checkpoint, kind
         self.num_bytes, self.done, self.on_bytes = num_bytes, 0, on_bytes
@@ -66,33 +73,41 @@ class _Tensors(DefaultSavePlanner):
         return tensor
 
 
-def export_dcp(source: Path, out: Path, *, kind: str = "weights", on_bytes: OnBytes = ignore_progress) -> DcpExport:
+def export_dcp(
+    source: Path, out: Path, *, kind: str = "weights", on_bytes: OnBytes = ignore_progress
+) -> DcpExport:
     """Export the tensors of one kind as a DCP directory.
 
     Args:
         source: a checkpoint.
         out: the directory to write, new or empty.
-        kind: tensors to export: weights, master (float32 weights of a bfloat16 run), or a callback's, such as ema.
+        kind: tensors to export: weights, master (float32 weights of a bfloat16 run), or a
+            callback's, such as ema.
         on_bytes: progress callback.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no such tensors, or the files cannot be written.
+        CheckpointError: the checkpoint is damaged or has no such tensors, or the files cannot be
+            written.
     """
     out = check_output_directory(out)
     with _open_verified(source) as checkpoint:
         kinds = checkpoint.kinds()
         if kind not in kinds:
             raise CheckpointError(
-                "MW-INTEROP-095", f"{source} has no tensors {kind!r} to export: it has {', '.join(sorted(kinds))}"
+                "MW-INTEROP-095",
+                f"{source} has no tensors {kind!r} to export: it has {', '.join(sorted(kinds))}",
             )
         chosen = TensorKind(kind)
         names = checkpoint.parameters(chosen)
         tensors = checkpoint.manifest.tensors
         planned = {name: _unread(tensors[chosen.of(name)]) for name in names}
-        num_bytes = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in planned.values())
+        num_bytes = sum(
+            math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in planned.values()
+        )
         space = num_bytes + FILE_BYTES * len(planned)
         with published_directory(out, space) as temporary, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            # one process is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(
                 planned,
                 storage_writer=FileSystemWriter(temporary, thread_count=1, overwrite=False),
@@ -111,7 +126,8 @@ def _open_verified(source: Path) -> CheckpointReader:
     except CheckpointError as error:
         raise CheckpointError(
             "MW-INTEROP-099",
-            f"{error.message}\nno export; choose another checkpoint (--step), or restore the file from a copy",
+            f"{error.message}\nno export; choose another checkpoint (--step), or restore the file"
+            " from a copy",
         ) from None
     return checkpoint
 

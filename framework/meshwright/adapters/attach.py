@@ -1,33 +1,35 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA") on a model's linears and embeddings, before it is sharded.
+"""Low-rank adapters (Hu et al. 2021, "LoRA") on a model's linears and embeddings,
+before it is sharded.
 
     y = base(x) + (alpha / rank) B(A(dropout(x)))          A (rank, I), B (O, rank); base frozen
 
-A and B are plain child modules of the target, ``NAME.lora_a`` and ``NAME.lora_b``; a forward hook adds their output.
-Names of base parameters do not change. Each has its own entry in the sharding plan, derived from the target's kind:
+A and B are plain child modules of the target, ``NAME.lora_a`` and ``NAME.lora_b``; a forward hook
+adds their output. Names of base parameters do not change. Each has its own entry in the sharding
+plan, derived from the target's kind:
 
     kind of the target       lora_a                   lora_b          on the wire beside the base, forward and backward
     column                   replicate                column          all-gather of (B, S, rank) under sequence
-                                                                      parallelism; backward all-reduce or reduce-scatter
+                                                                      parallelism; backward
+                                                                      all-reduce or reduce-scatter
     column_whole             replicate                column_whole    the same, and an all-gather of (B, S, O)
     vocab, of a linear       replicate                vocab           as column
     row, row_whole           row, row_whole           replicate       all-reduce or reduce-scatter of (B, S, rank)
     vocab, of an embedding   vocab                    replicate       all-reduce or reduce-scatter of (B, S, rank)
     any other                inherited                inherited       -
 
-With ``adapter.dora`` the target itself gets a parameter (O,), split as its bias would be: see :mod:`magnitude`.
+With ``adapter.dora`` the target itself gets a parameter (O,), split as its bias would be: see
+:mod:`magnitude`.
 
-NOTE [gradients of adapters]: the tensor between A and B, (B, S, rank), is communicated. So a replicated factor sees
-whole activations, and its gradient is complete. Under sequence parallelism it sees this rank's tokens, and the plan's
-rule for replicated parameters sums its gradient over tp. Adapters have no rule of their own.
+NOTE [gradients of adapters]: the tensor between A and B, (B, S, rank), is communicated. So a
+replicated factor sees whole activations, and its gradient is complete. Under sequence parallelism
+it sees this rank's tokens, and the plan's rule for replicated parameters sums its gradient over tp.
+Adapters have no rule of their own.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,12 +37,24 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapters.magnitude import MAGNITUDE, decompose
-from meshwright.config import ParameterGroup, RunConfig
+from meshwright.config import ParameterGroup
+from meshwright.config.sections import Adapter
+from meshwright.current import CurrentMicrobatch
 from meshwright.errors import ModelError
-from meshwright.seeding import Draw, SeededDropout
+from meshwright.placement.patterns import (
+    enclosing,
+    entries_for,
+    fits,
+    fits_around,
+    matching,
+)
+from meshwright.placement.rewrite import ModuleSite, PlacementRule, rewrite
+from meshwright.seeding import SeededDropout
 
 A, B, DROPOUT = "lora_a", "lora_b", "lora_dropout"
 """Names of an adapter's modules below its target."""
+ADAPTERS, TARGETS = "adapters", (nn.Linear, nn.Embedding)
+"""Feature of the rule of this room, and the classes of its modules."""
 Fill = Callable[[str, Tensor], None]
 
 
@@ -53,7 +67,7 @@ class Adaptable(Protocol):
     tied: list[tuple[str, ...]]
     groups: dict[str, ParameterGroup]
     initialise: Fill | None
-    draw: Draw
+    current: CurrentMicrobatch
     seed: int
 
     def canonical(self, name: str) -> str:
@@ -61,7 +75,9 @@ class Adaptable(Protocol):
 
 
 class FirstFactor(nn.Module):
-    """Owner of the initial value of one parameter of an adapter: its shape on meta, and the rule that fills it."""
+    """Owner of the initial value of one parameter of an adapter: its shape on meta,
+    and the rule that fills it.
+    """
 
     def __init__(self, weight: Tensor, init: str, rank: int) -> None:
         super().__init__()
@@ -85,8 +101,9 @@ class FirstFactor(nn.Module):
             nn.init.zeros_(weight)
 
 
-def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
-    """Attach the adapters of the configuration to the model, in place; freeze nothing yet. With rank 0: nothing.
+def attach(model: Adaptable, adapter: Adapter) -> dict[str, nn.Module]:
+    """Attach the adapters of the configuration to the model, in place; freeze nothing yet.
+    With rank 0: nothing.
 
     Returns:
         parameter name -> module that draws its initial value, for all parameters of adapters.
@@ -94,36 +111,60 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
     Raises:
         ModelError: a pattern matches no module, or a target cannot have an adapter.
     """
-    adapter = config.adapter
     if not adapter.rank:
         return {}
-    first: dict[str, nn.Module] = {}
-    targets = find_targets(model, adapter.targets, dora=adapter.dora)
+    factors: dict[str, nn.Module] = {}
     known = [name for name, _ in model.layers.named_modules(remove_duplicate=False)]
     entries: dict[str, str] = {}
-    for name, module in targets.items():
-        down, up = _factors(module, adapter.rank)
-        is_embedding = isinstance(module, nn.Embedding)
-        first[f"{name}.{A}.weight"] = FirstFactor(down.weight, "zero" if is_embedding else adapter.init, adapter.rank)
-        first[f"{name}.{B}.weight"] = FirstFactor(up.weight, "normal" if is_embedding else "zero", adapter.rank)
-        module.add_module(A, down)
-        module.add_module(B, up)
-        if adapter.dropout and not is_embedding:
-            dropout = SeededDropout(adapter.dropout, model.seed, f"{name}.{DROPOUT}", model.draw)
-            module.add_module(DROPOUT, dropout.train(module.training))
-        if adapter.dora:
-            outline = up.weight.new_empty(len(up.weight))
-            first[f"{name}.{MAGNITUDE}"] = FirstFactor(outline, "zero", adapter.rank)
-            module.register_parameter(MAGNITUDE, nn.Parameter(outline))
-        module.register_forward_hook(partial(_add, factor_of(config)), with_kwargs=True)
-        entries |= dict(_entries(name, module, model.plan))
-        for pattern, (rows, copied, *_) in list(model.shared_units.items()):
-            if fnmatchcase(name, pattern):
-                model.shared_units[f"{pattern}.{B}"] = rows, copied
-    model.plan = _narrowed(model.plan, known, targets) | entries
+    replace = partial(_adapt, model, adapter, factors, entries)
+    rules = [
+        PlacementRule(ADAPTERS, each, "adapter", replace, of=TARGETS, key="adapter.targets")
+        for each in adapter.targets
+    ]
+    _refuse_experts(model, adapter.targets)
+    targets = rewrite(model.layers, rules).kinds
+    model.plan = _narrowed(model, known, targets) | entries
     if model.initialise is not None:
-        model.initialise = partial(_initialise, model.initialise, first)
-    return first
+        model.initialise = partial(_initialise, model.initialise, factors)
+    return factors
+
+
+def _adapt(
+    model: Adaptable,
+    adapter: Adapter,
+    factors: dict[str, nn.Module],
+    entries: dict[str, str],
+    site: ModuleSite,
+) -> None:
+    """Give a linear or an embedding its adapter, in place.
+
+    ``factors``, ``entries``: get the first values of its parameters, and its kinds in the plan.
+    """
+    name, module = site.name, site.module
+    why = _why_not(model, site, dora=adapter.dora)
+    if why is not None:
+        raise ModelError(
+            "MW-MODEL-041",
+            f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out",
+        )
+    down, up = _factors(module, adapter.rank)
+    is_embedding = isinstance(module, nn.Embedding)
+    inits = ("zero", "normal") if is_embedding else (adapter.init, "zero")
+    for child, factor, init in ((A, down, inits[0]), (B, up, inits[1])):
+        factors[f"{name}.{child}.weight"] = FirstFactor(factor.weight, init, adapter.rank)
+        module.add_module(child, factor)
+    if adapter.dropout and not is_embedding:
+        dropout = SeededDropout(adapter.dropout, model.seed, f"{name}.{DROPOUT}", model.current)
+        module.add_module(DROPOUT, dropout.train(module.training))
+    if adapter.dora:
+        outline = up.weight.new_empty(len(up.weight))
+        factors[f"{name}.{MAGNITUDE}"] = FirstFactor(outline, "zero", adapter.rank)
+        module.register_parameter(MAGNITUDE, nn.Parameter(outline))
+    module.register_forward_hook(partial(_add, factor_of(adapter)), with_kwargs=True)
+    entries |= dict(_entries(name, module, model.plan))
+    for pattern, (rows, copied, *_) in list(model.shared_units.items()):
+        if fits(name, pattern):
+            model.shared_units[f"{pattern}.{B}"] = rows, copied
 
 
 def freeze_base(model: Adaptable, adapters: Mapping[str, object]) -> None:
@@ -134,61 +175,41 @@ def freeze_base(model: Adaptable, adapters: Mapping[str, object]) -> None:
         model.groups |= {name: ParameterGroup(names=[name], frozen=True) for name in names}
 
 
-def find_targets(model: Adaptable, patterns: Sequence[str], *, dora: bool = False) -> dict[str, nn.Module]:
-    """Return the linears and embeddings that the patterns name, in the model's order.
-
-    Raises:
-        ModelError: a pattern matches no linear or embedding; a target has a tied weight, is used at two places, lies in
-            a layer with a sharding rule of the user, or is an embedding that is split by features or gets ``dora``.
-    """
-    modules = list(model.layers.named_modules(remove_duplicate=False))
-    possible = {name: module for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in possible):
-            _refuse_experts(model, pattern, [name for name, _ in modules])
-            close = difflib.get_close_matches(pattern, possible, 1, cutoff=0.4)
-            hint = f"the closest is {close[0]}" if close else f"they are {', '.join(list(possible)[:5])}, ..."
-            raise ModelError(
-                "MW-MODEL-040",
-                f"adapter.targets: {pattern!r} matches no nn.Linear and no nn.Embedding of the model; {hint}",
-            )
-    found: dict[str, nn.Module] = {
-        name: module for name, module in possible.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
-    times = Counter(id(module) for module in possible.values())
-    tied = {name for names in model.tied for name in names}
-    rules = [pattern for pattern, kind in model.plan.items() if callable(kind)]
-    for name, module in found.items():
-        why = None
-        if times[id(module)] > 1 or f"{name}.weight" in tied:
-            why = "its weight is shared with another module, whose output would not change with it"
-        elif any(_lies_in(name, pattern) for pattern in rules):
-            why = "it lies in a layer that a function of the sharding_plan splits"
-        elif isinstance(module, nn.Embedding) and _patterns(name, "column", model.plan):
-            why = "it is an embedding whose features are split (column)"
-        elif isinstance(module, nn.Embedding) and dora:
-            why = "it is an embedding, and adapter.dora is for linears only: rows of their weights are outputs"
-        if why is not None:
-            raise ModelError("MW-MODEL-041", f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out")
-    return found
-
-
-def _refuse_experts(model: Adaptable, pattern: str, names: Iterable[str]) -> None:
-    """Raise ModelError if a pattern names experts and nothing else."""
-    planned = [each for each, kind in model.plan.items() if kind == "experts"]
-    found = [name for name in names if fnmatchcase(name, pattern) and any(fnmatchcase(name, each) for each in planned)]
-    if found:
-        raise ModelError(
-            "MW-MODEL-046",
-            f"adapter.targets: {pattern!r} names the experts {found[0]}, whose weights are no nn.Linear: adapters are "
-            f"of linears and embeddings. Leave it out; linears beside them, such as a shared expert's, can have some",
+def _why_not(model: Adaptable, site: ModuleSite, *, dora: bool) -> str | None:
+    """Return why a module cannot have an adapter; None: it can."""
+    name, module = site.name, site.module
+    if len(site.names) > 1 or any(f"{name}.weight" in names for names in model.tied):
+        return "its weight is shared with another module, whose output would not change with it"
+    if fits_around(name, *(pattern for pattern, kind in model.plan.items() if callable(kind))):
+        return "it lies in a layer that a function of the sharding_plan splits"
+    if isinstance(module, nn.Embedding) and _patterns(name, "column", model.plan):
+        return "it is an embedding whose features are split (column)"
+    if isinstance(module, nn.Embedding) and dora:
+        return (
+            "it is an embedding, and adapter.dora is for linears only: rows of their weights are"
+            " outputs"
         )
+    return None
 
 
-def factor_of(config: RunConfig) -> float:
+def _refuse_experts(model: Adaptable, patterns: Iterable[str]) -> None:
+    """Raise ModelError for a pattern that names experts and no linear or embedding."""
+    modules = dict(model.layers.named_modules(remove_duplicate=False))
+    for pattern in patterns:
+        found = matching([pattern], modules)
+        experts = [name for name in found if "experts" in entries_for(name, model.plan)]
+        if experts and not any(isinstance(modules[name], TARGETS) for name in found):
+            raise ModelError(
+                "MW-MODEL-046",
+                f"adapter.targets: {pattern!r} names the experts {experts[0]}, whose weights are no"
+                " nn.Linear: adapters are of linears and embeddings. Leave it out; linears beside"
+                " them, such as a shared expert's, can have some",
+            )
+
+
+def factor_of(adapter: Adapter) -> float:
     """Return the factor on an adapter's output, ``alpha / rank``."""
-    alpha, rank = config.adapter.alpha, config.adapter.rank
-    return 1.0 if alpha is None else alpha / rank
+    return 1.0 if adapter.alpha is None else adapter.alpha / adapter.rank
 
 
 def is_adapter(name: str) -> bool:
@@ -197,7 +218,9 @@ def is_adapter(name: str) -> bool:
 
 
 def _factors(module: nn.Module, rank: int) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
-    """Return A and B of a target on meta, in its dtype: (rank, I) and (O, rank); of an embedding (V, rank)."""
+    """Return A and B of a target on meta, in its dtype: (rank, I) and (O, rank);
+    of an embedding (V, rank).
+    """
     weight = module.weight
     assert isinstance(weight, Tensor)
     more: dict[str, Any] = {"device": "meta", "dtype": weight.dtype}
@@ -205,10 +228,14 @@ def _factors(module: nn.Module, rank: int) -> tuple[nn.Linear | nn.Embedding, nn
         down: nn.Linear | nn.Embedding = nn.Embedding(module.num_embeddings, rank, **more)
         return down, nn.Linear(rank, module.embedding_dim, bias=False, **more)
     out_features, in_features = weight.shape
-    return nn.Linear(in_features, rank, bias=False, **more), nn.Linear(rank, out_features, bias=False, **more)
+    return nn.Linear(in_features, rank, bias=False, **more), nn.Linear(
+        rank, out_features, bias=False, **more
+    )
 
 
-def _add(factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+def _add(
+    factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
     """Add an adapter's output to that of its target, in the target's local shape."""
     (x,) = args or kwargs.values()
     dropout = module._modules.get(DROPOUT)
@@ -220,46 +247,47 @@ def _add(factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _entries(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (pattern, kind) of an adapter's modules for the sharding plan: see the table of this module.
+    """Yield (pattern, kind) of an adapter's modules for the sharding plan:
+    see the table of this module.
 
-    Patterns are the target's, extended by the adapter's names, so that they also match in a stage of the model.
+    Patterns are the target's, extended by the adapter's names, so that they also match in a stage
+    of the model.
     """
     has_dropout = DROPOUT in module._modules
     takes_part = any(_patterns(name, kind, plan) for kind in ("row", "row_whole"))
-    for outer in _enclosing(name) if has_dropout and not takes_part else ():
+    for outer in enclosing(name) if has_dropout and not takes_part else ():
         for pattern in _patterns(outer, "gather", plan):
-            yield f"{pattern}{name.removeprefix(outer)}.{DROPOUT}", "uncut"  # its input is the whole sequence
+            # its input is the whole sequence
+            yield f"{pattern}{name.removeprefix(outer)}.{DROPOUT}", "uncut"
     for kind in ("column", "column_whole", "vocab", "row", "row_whole"):
         for pattern in _patterns(name, kind, plan):
-            yield f"{pattern}.{A if kind.startswith('row') or isinstance(module, nn.Embedding) else B}", kind
+            yield (
+                (
+                    f"{pattern}.{A if kind.startswith('row') or isinstance(module, nn.Embedding) else B}"
+                ),
+                kind,
+            )
             if kind.startswith("row") and has_dropout:
                 yield f"{pattern}.{DROPOUT}", "features" if kind == "row" else "uncut"
 
 
-def _narrowed(plan: Mapping[str, Any], known: Sequence[str], targets: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the plan; patterns that would also match an adapter's modules become the ``known`` names they match."""
-    added = [f"{name}.{child}" for name, module in targets.items() for child in module._modules]
+def _narrowed(model: Adaptable, known: Sequence[str], targets: Iterable[str]) -> dict[str, Any]:
+    """Return the plan; patterns that would also match an adapter's modules become the ``known``
+    names they match.
+    """
+    added = [
+        f"{name}.{child}" for name in targets for child in model.layers.get_submodule(name)._modules
+    ]
     found: dict[str, Any] = {}
-    for pattern, kind in plan.items():
-        is_wide = any(fnmatchcase(name, pattern) for name in added)
-        found |= dict.fromkeys([name for name in known if fnmatchcase(name, pattern)] if is_wide else [pattern], kind)
+    for pattern, kind in model.plan.items():
+        is_wide = matching([pattern], added)
+        found |= dict.fromkeys(matching([pattern], known) if is_wide else [pattern], kind)
     return found
 
 
 def _patterns(name: str, kind: str, plan: Mapping[str, Any]) -> list[str]:
     """Return the patterns that give a module this kind."""
-    return [pattern for pattern, each in plan.items() if each == kind and fnmatchcase(name, pattern)]
-
-
-def _enclosing(name: str) -> list[str]:
-    """Return the names of the modules around a module, the outermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
-
-
-def _lies_in(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a module or one around it."""
-    return any(fnmatchcase(each, pattern) for each in (*_enclosing(name), name))
+    return [pattern for pattern, each in plan.items() if each == kind and fits(name, pattern)]
 
 
 def _initialise(given: Fill, first: Mapping[str, nn.Module], name: str, tensor: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Fingerprint of the frozen base under adapters: the same on every layout and in every dtype that holds its values."""
+"""Fingerprint of the frozen base under adapters:
+the same on every layout and in every dtype that holds its values.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ ELEMENTS_AT_ONCE = 2**22
 
 
 def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
-    """Return this rank's term of the fingerprint, () int64 on CPU, of local tensors. Ranks' terms add up modulo 2**64.
+    """Return this rank's term of the fingerprint, () int64 on CPU, of local tensors.
+    Ranks' terms add up modulo 2**64.
 
-    A term sums the values' bfloat16 bits, each times a factor hashed from (parameter, row) and (parameter, column).
+    A term sums the values' bfloat16 bits, each times a factor hashed from (parameter, row) and
+    (parameter, column).
     """
     total = torch.zeros((), dtype=torch.int64)
     for info, local in tensors:
-        matrix, shape, dim = info.unpadded(local), info.global_shape, 0 if info.slice is None else info.slice.dim
+        matrix = info.unpadded(local)
+        shape = info.global_shape
+        dim = 0 if info.slice is None else info.slice.dim
         if len(shape) < 2:  # a vector or a single number is one row
             matrix, shape, dim = matrix.reshape(1, -1), (1, *(shape or (1,))), dim + 1
         ranges = ((0, shape[dim]),) if info.slice is None else info.slice.ranges
@@ -33,9 +39,12 @@ def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
         if dim > 0:
             columns = columns.index_select(dim - 1, held)
         key = int.from_bytes(hashlib.blake2b(info.name.encode(), digest_size=7).digest(), "big")
-        by_row, by_column = _factors(rows + key), _factors(columns.flatten() - key).to(matrix.device)
+        by_row = _factors(rows + key)
+        by_column = _factors(columns.flatten() - key).to(matrix.device)
         step = max(1, ELEMENTS_AT_ONCE // max(1, by_column.numel()))
-        for part, factors in zip(torch.split(matrix.flatten(1), step), torch.split(by_row, step), strict=True):
+        for part, factors in zip(
+            torch.split(matrix.flatten(1), step), torch.split(by_row, step), strict=True
+        ):
             bits = part.to(torch.bfloat16).contiguous().view(torch.int16).long()
             total += ((bits * by_column).sum(1).cpu() * factors).sum()
     return total
@@ -50,9 +59,10 @@ def check_base(saved: object, total: Tensor, place: str, builder: str) -> None:
     if saved != fingerprint_of(total):
         raise CheckpointError(
             "MW-RUN-035",
-            f"{place}: its adapters were trained beside a base with the fingerprint {saved}, and the weights of "
-            f"{builder} have {fingerprint_of(total)}: adapters of one base mean nothing on another. Give "
-            f"model.builder the directory that the run began with, or choose another run.name",
+            f"{place}: its adapters were trained beside a base with the fingerprint {saved}, and"
+            f" the weights of {builder} have {fingerprint_of(total)}: adapters of one base mean"
+            " nothing on another. Give model.builder the directory that the run began with, or"
+            " choose another run.name",
         )
 
 

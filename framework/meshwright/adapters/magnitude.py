@@ -1,16 +1,18 @@
-"""Weight-decomposed adapters (Liu et al. 2024, "DoRA"): each output row has a trained magnitude beside its direction.
+"""Weight-decomposed adapters (Liu et al. 2024, "DoRA"):
+each output row has a trained magnitude beside its direction.
 
     v = base(x) + s B(A(x))                          LoRA, s = alpha / rank
     y = v + c (v - bias)                             c = m / |W + s B A| - 1, one number for each output
     m = |W| + lora_magnitude                         |.|: norm of a row; lora_magnitude (O,) begins at zero
 
-Backward treats |W + s B A| as a constant (section 4.3 of the paper). The parameter is m - |W|, the magnitude minus the
-norm of the frozen row: it starts at zero for any base, and 16 bits resolve its steps. Its gradient is that of m.
+Backward treats |W + s B A| as a constant (section 4.3 of the paper). The parameter is m - |W|, the
+magnitude minus the norm of the frozen row: it starts at zero for any base, and 16 bits resolve its
+steps. Its gradient is that of m.
 
     |W + s B A|^2 = |W|^2 + 2 s (B . W A^T) + s^2 (B A A^T . B)          sums over rows: O (I + rank) numbers read
 
-So no tensor of the weight's size is made. Column linears hold whole rows. A row linear holds a part of each row, and
-all-reduces the two sums, (2, O), over tp in each forward.
+So no tensor of the weight's size is made. Column linears hold whole rows. A row linear holds a part
+of each row, and all-reduces the two sums, (2, O), over tp in each forward.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ MAGNITUDE = "lora_magnitude"
 def decompose(module: nn.Module, down: Tensor, up: Tensor, factor: float, v: Tensor) -> Tensor:
     """Return y (B, S, O) of a target's output ``v`` with its low-rank part, in local shapes.
 
-    Collective over tp for row linears (all-reduce of 8 O bytes, 16 O in float64) and for column linears whose outputs
-    are gathered, or shared by several ranks. Blocks.
+    Collective over tp for row linears (all-reduce of 8 O bytes, 16 O in float64) and for column
+    linears whose outputs are gathered, or shared by several ranks. Blocks.
 
     Args:
         down: A (rank, I). ``up``: B (O, rank).
@@ -48,7 +50,8 @@ def decompose(module: nn.Module, down: Tensor, up: Tensor, factor: float, v: Ten
 
 @torch.no_grad()
 def row_norms(module: nn.Module, down: Tensor, up: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Return |W| and |W + s B A| of the rows that this rank's outputs have, (O,) float32, or float64 with such weights.
+    """Return |W| and |W + s B A| of the rows that this rank's outputs have, (O,) float32,
+    or float64 with such weights.
 
     Constants of backward.
     """
@@ -56,7 +59,8 @@ def row_norms(module: nn.Module, down: Tensor, up: Tensor, factor: float) -> tup
     weight, down, up = weight.detach(), down.detach(), up.detach()
     dtype = torch.promote_types(weight.dtype, torch.float32)
     before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
-    wide, across = up.to(dtype), torch.mm(weight, down.t()).to(dtype)  # B (O, rank), W A^T (O, rank)
+    # B (O, rank), W A^T (O, rank)
+    wide, across = up.to(dtype), torch.mm(weight, down.t()).to(dtype)
     square = torch.mm(wide, torch.mm(down.to(dtype), down.t().to(dtype)))  # B A A^T (O, rank)
     after = before + factor * ((2 * across + factor * square) * wide).sum(1)
     whole = getattr(module, "whole_sums", None)

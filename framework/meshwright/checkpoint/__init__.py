@@ -3,19 +3,22 @@
     runs/demo/checkpoints/
       step-00000100/
         manifest.json               contents: step, samples seen, seed, configuration, versions; for every tensor
-                                    its global shape, dtype and pieces (file, key, offset per dim, shape)
+                                    its global shape, dtype and pieces (file, key, offset per dim,
+                                    shape)
         SHA256SUMS                  `sha256sum -c SHA256SUMS` verifies the checkpoint without this package
         pp0-tp0-00000.safetensors   plain safetensors; the key of a piece is the name of its tensor, with "/0",
                                     "/1", ... if a rank holds several ranges of rows
         pp0-tp1-00000.safetensors
-      .tmp-step-00000200-<attempt>/ a save in progress or a dead one: never read, removed at the next save
+      .tmp-step-00000200-<attempt>/ a save in progress or a dead one: never read, removed at the
+      next save
       broken-step-00000150-.../     damaged after publication, moved aside by a later save of this step for inspection
 
-`pp0-tp0` is a shard, the files of one rank. Readers take file names from the manifest and do not interpret them.
-The name of a tensor is `<kind>/<parameter>`: `weights/block0.norm.weight`, `master/...` (float32 weights under bfloat16
-ones), `exp_avg/...` and `exp_avg_sq/...` (AdamW's moments) or `momentum/...` (SGD's). A tensor sharded over tensor
-parallelism has one piece per shard. The pieces at their offsets form the global tensor. Padding is never
-written. To read one without this package:
+`pp0-tp0` is a shard, the files of one rank. Readers take file names from the manifest and do not
+interpret them. The name of a tensor is `<kind>/<parameter>`: `weights/block0.norm.weight`,
+`master/...` (float32 weights under bfloat16 ones), `exp_avg/...` and `exp_avg_sq/...` (AdamW's
+moments) or `momentum/...` (SGD's). A tensor sharded over tensor parallelism has one piece per
+shard. The pieces at their offsets form the global tensor. Padding is never written. To read one
+without this package:
 
     manifest = json.load(open("manifest.json"))
     entry = manifest["tensors"]["weights/embedding.weight"]
@@ -25,8 +28,9 @@ written. To read one without this package:
             box = tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"]))
             full[box] = file.get_tensor(piece["key"])
 
-A checkpoint is published by one rename of a directory whose every byte has been fsynced. It is never modified
-afterwards. There is no "latest" pointer that could dangle: the newest directory that verifies is the latest.
+A checkpoint is published by one rename of a directory whose every byte has been fsynced. It is
+never modified afterwards. There is no "latest" pointer that could dangle: the newest directory that
+verifies is the latest.
 """
 
 from meshwright.checkpoint.async_writer import AsyncWriter as AsyncWriter

@@ -4,10 +4,10 @@
     writer           .............| write_shard, report |
     writer, rank 0   .............| write_shard, report | poll for all reports | publish | prune
 
-The threads of the ranks communicate through the temporary directory. A shard's report appears by one rename when its
-files are on the disk. Rank 0 publishes when all reports exist. No thread runs a collective. A thread that fails only
-records the problem. The training loop then shares the failure with all ranks, and each calls `abandon`: the attempt is
-never published.
+The threads of the ranks communicate through the temporary directory. A shard's report appears by
+one rename when its files are on the disk. Rank 0 publishes when all reports exist. No thread runs a
+collective. A thread that fails only records the problem. The training loop then shares the failure
+with all ranks, and each calls `abandon`: the attempt is never published.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class SaveAttempt:
     run_directory: Path
     head: CheckpointMetadata
     name: str
-    """Unique name of this attempt, agreed between the ranks; distinguishes it from dead attempts."""
+    """Unique name of this attempt, agreed between the ranks;
+    distinguishes it from dead attempts.
+    """
     shard_names: frozenset[str]
     """Shard names of all ranks that write."""
     max_file_bytes: int = MAX_FILE_BYTES
@@ -57,7 +59,9 @@ class SaveAttempt:
 
 @dataclass
 class _Share:
-    """State of this rank's share of one save. A thread that was left behind keeps the one of its own save."""
+    """State of this rank's share of one save.
+    A thread that was left behind keeps the one of its own save.
+    """
 
     done: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
@@ -87,7 +91,9 @@ class AsyncWriter:
 
     @property
     def problem(self) -> str | None:
-        """Reason why this rank's share could not be written, or on the first rank not be published."""
+        """Reason why this rank's share could not be written,
+        or on the first rank not be published.
+        """
         return self._share.problem
 
     @property
@@ -113,13 +119,22 @@ class AsyncWriter:
             pieces: Host copies of this rank's pieces; emptied when written.
             is_first: True on the rank that publishes.
             before_publishing: Called on the first rank's thread before the checkpoint is published.
-            after_publishing: Called on the first rank's thread after it, unless the thread left behind is still alive.
+            after_publishing: Called on the first rank's thread after it, unless the thread left
+                behind is still alive.
         """
         assert self._thread is None, "one save at a time"
         self._share = _Share()
         self._thread = threading.Thread(
             target=self._work,
-            args=(attempt, shard_name, pieces, is_first, before_publishing, after_publishing, self._share),
+            args=(
+                attempt,
+                shard_name,
+                pieces,
+                is_first,
+                before_publishing,
+                after_publishing,
+                self._share,
+            ),
             name="checkpoint",
             daemon=True,
         )
@@ -130,17 +145,23 @@ class AsyncWriter:
         return self.problem is not None
 
     def is_share_done(self) -> bool:
-        """Return True if this rank's share is written (first rank: the checkpoint is published) or has failed."""
+        """Return True if this rank's share is written (first rank: the checkpoint is published)
+        or has failed.
+        """
         return self._thread is None or self._share.done.is_set()
 
     def is_idle(self, limit_s: float) -> bool:
-        """Return True if the thread has ended, ``after_publishing`` included, or its share is done for ``limit_s``."""
+        """Return True if the thread has ended, ``after_publishing`` included,
+        or its share is done for ``limit_s``.
+        """
         if self._thread is None or not self._thread.is_alive():
             return True
         return self._share.done.is_set() and time.monotonic() - self._share.done_s > limit_s
 
     def leave(self) -> bool:
-        """Detach the thread, whose share is done or abandoned, without blocking. Return True if it is still busy."""
+        """Detach the thread, whose share is done or abandoned, without blocking.
+        Return True if it is still busy.
+        """
         thread, self._thread, self._share = self._thread, None, _Share()
         if thread is None or not thread.is_alive():
             return False
@@ -148,23 +169,30 @@ class AsyncWriter:
         return True
 
     def end(self) -> None:
-        """Block until the thread has ended. On the first rank call `abandon` first if the save has failed."""
+        """Block until the thread has ended. On the first rank call `abandon` first
+        if the save has failed.
+        """
         if self._thread is not None:
             self._thread.join()
         self._thread, self._share = None, _Share()
 
     def abandon(self) -> None:
-        """Give up the save in progress, so that it is never published. Does not block for writes in progress."""
+        """Give up the save in progress, so that it is never published.
+        Does not block for writes in progress.
+        """
         self._share.abandoned.set()
 
     def take_published(self) -> tuple[Path, float] | None:
-        """Return the checkpoint published since the last call and its duration in seconds, or None. First rank only."""
+        """Return the checkpoint published since the last call and its duration in seconds, or None.
+        First rank only.
+        """
         try:
             return self._published.get_nowait()
         except Empty:
             return None
 
-    # ------------------------------------------------------------------------------------------------- on the thread
+    # -------------------------------------------------------------------------------------------------
+    # on the thread
 
     def _work(
         self,
@@ -203,7 +231,8 @@ class AsyncWriter:
             share.done_s = time.monotonic()
             share.done.set()
             if not done:
-                share.abandoned.wait()  # all ranks must see the failure before their directory is removed
+                # all ranks must see the failure before their directory is removed
+                share.abandoned.wait()
                 remove_attempt(attempt)
         if is_first and done and not (self._left is not None and self._left.is_alive()):
             after_publishing()
@@ -223,20 +252,23 @@ def _all_written(attempt: SaveAttempt, abandoned: threading.Event) -> bool:
 def check_finite(pieces: Iterable[TensorPiece]) -> None:
     """Raise CheckpointError if a trained parameter or its optimizer state contains NaN/Inf.
 
-    A step with such values is never taken, but a later memory fault may create them. Such a checkpoint must not be the
-    only one to resume from.
+    A step with such values is never taken, but a later memory fault may create them. Such a
+    checkpoint must not be the only one to resume from.
     """
     pieces = list(pieces)
     trained = {piece.info.name for piece in pieces if piece.kind != TensorKind.WEIGHTS}
     for piece in pieces:
         if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
             raise CheckpointError(
-                "MW-CHECKPOINT-001", f"{piece.kind.of(piece.info.name)} contains NaN or Inf: not saved"
+                "MW-CHECKPOINT-001",
+                f"{piece.kind.of(piece.info.name)} contains NaN or Inf: not saved",
             )
 
 
 def remove_attempt(attempt: SaveAttempt) -> None:
-    """Remove the attempt's files. A rename comes first, so that a rank still writing can open no further file."""
+    """Remove the attempt's files. A rename comes first,
+    so that a rank still writing can open no further file.
+    """
     aside = attempt.temporary.with_name(f"{attempt.temporary.name}-given-up")
     try:
         attempt.temporary.rename(aside)

@@ -1,7 +1,7 @@
 """Strict parsing of a manifest, which is untrusted input. All checks run before a shard is opened.
 
-Refused are unknown or duplicate keys, numbers that are not whole and non-negative, file names with a path, tensors that
-their pieces do not cover exactly once, and counts that contradict each other:
+Refused are unknown or duplicate keys, numbers that are not whole and non-negative, file names with
+a path, tensors that their pieces do not cover exactly once, and counts that contradict each other:
 
     samples_seen      = step x batch.global_batch (a run never changes its global batch; see `compatible`); at most that
                         with batch.ramp
@@ -10,7 +10,8 @@ their pieces do not cover exactly once, and counts that contradict each other:
     tokens_seen      <= samples_seen x data.sequence_length, for a causal corpus
     seed              = run.seed
 
-The counts are compared with the configuration in the manifest itself. Missing keys are not compared.
+The counts are compared with the configuration in the manifest itself. Missing keys are not
+compared.
 """
 
 from __future__ import annotations
@@ -48,29 +49,35 @@ def parse(text: bytes, place: str) -> Manifest:
     except ValueError as error:
         raise CheckpointError("MW-CHECKPOINT-005", f"{place}: not a manifest: {error}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise CheckpointError("MW-CHECKPOINT-006", f'{place}: not a manifest: "format" is not "{FORMAT}"')
+        raise CheckpointError(
+            "MW-CHECKPOINT-006", f'{place}: not a manifest: "format" is not "{FORMAT}"'
+        )
     if raw.get("version") != VERSION:
         raise CheckpointError(
             "MW-CHECKPOINT-007",
-            f"{place}: format version {raw.get('version')!r}, this meshwright reads version {VERSION}: "
-            f"read it with the meshwright that wrote it ({raw.get('versions')})",
+            f"{place}: format version {raw.get('version')!r}, this meshwright reads version"
+            f" {VERSION}: read it with the meshwright that wrote it ({raw.get('versions')})",
         )
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         found = [
-            f"{place}: {'.'.join(map(str, e['loc']))}: {e['msg']} (it is {reprlib.repr(e['input'])})"
+            f"{place}: {'.'.join(map(str, e['loc']))}: {e['msg']} (it is"
+            f" {reprlib.repr(e['input'])})"
             for e in error.errors()[:20]
         ]
         raise CheckpointError("MW-CHECKPOINT-008", "\n".join(found)) from error
     problems = check(manifest)
     if problems:
-        raise CheckpointError("MW-CHECKPOINT-009", "\n".join(f"{place}: {problem}" for problem in problems[:20]))
+        raise CheckpointError(
+            "MW-CHECKPOINT-009", "\n".join(f"{place}: {problem}" for problem in problems[:20])
+        )
     return manifest
 
 
 def check(manifest: Manifest) -> list[str]:
-    """Check the parts of a well-formed manifest against each other: counts, names, files, exact cover of each tensor.
+    """Check the parts of a well-formed manifest against each other: counts, names, files,
+    exact cover of each tensor.
 
     Return the problems.
     """
@@ -79,10 +86,14 @@ def check(manifest: Manifest) -> list[str]:
     for name, entry in manifest.tensors.items():
         kind, _, parameter = name.partition("/")
         if not KIND.fullmatch(kind) or not parameter:
-            problems.append(f"tensor {name!r}: the name must be <kind>/<parameter>, such as weights/0.weight")
+            problems.append(
+                f"tensor {name!r}: the name must be <kind>/<parameter>, such as weights/0.weight"
+            )
         for part in entry.pieces:
             if part.file not in manifest.files:
-                problems.append(f"tensor {name!r}: its file {part.file} has no size and hash in the manifest")
+                problems.append(
+                    f"tensor {name!r}: its file {part.file} has no size and hash in the manifest"
+                )
             if (part.file, part.key) in used:
                 problems.append(f"tensor {name!r}: {part.file} key {part.key!r} is used twice")
             used.add((part.file, part.key))
@@ -93,17 +104,26 @@ def check(manifest: Manifest) -> list[str]:
 
 
 def coverage(entry: TensorEntry) -> str | None:
-    """Check that every element of the tensor lies in exactly one piece. Return the problem, or None.
+    """Check that every element of the tensor lies in exactly one piece. Return the problem,
+    or None.
 
     The time is linear in the number of pieces (see :func:`_is_exact`).
     """
     rank = len(entry.shape)
     if rank > MAX_DIMS or math.prod(entry.shape) >= MAX_ELEMENTS:
-        return f"the shape {list(entry.shape)[:MAX_DIMS]} has more than {MAX_DIMS} dims or 2^60 elements"
+        return (
+            f"the shape {list(entry.shape)[:MAX_DIMS]} has more than {MAX_DIMS} dims or 2^60"
+            " elements"
+        )
     for part in entry.pieces:
         if len(part.offset) != rank or len(part.shape) != rank:
-            return f"offset {part.offset} and shape {part.shape} do not have the {rank} dims of {list(entry.shape)}"
-        if any(o + n > size for o, n, size in zip(part.offset, part.shape, entry.shape, strict=True)):
+            return (
+                f"offset {part.offset} and shape {part.shape} do not have the {rank} dims of"
+                f" {list(entry.shape)}"
+            )
+        if any(
+            o + n > size for o, n, size in zip(part.offset, part.shape, entry.shape, strict=True)
+        ):
             return f"{_box(part)} exceeds the shape {list(entry.shape)}"
         if 0 in part.shape:
             return f"{_box(part)} is empty"
@@ -116,21 +136,29 @@ def coverage(entry: TensorEntry) -> str | None:
         return f"{_box(pair[0])} and {_box(pair[1])} overlap: the same elements were written twice"
     covered = sum(math.prod(part.shape) for part in entry.pieces)
     if covered >= math.prod(entry.shape) > 0:
-        return f"some of its {len(entry.pieces)} pieces overlap: the same elements were written twice"
+        return (
+            f"some of its {len(entry.pieces)} pieces overlap: the same elements were written twice"
+        )
     parts = sorted(entry.pieces, key=lambda part: part.offset)
     listed = ", ".join(map(_box, parts[:MOST_BOXES])) + (", ..." if len(parts) > MOST_BOXES else "")
     total = math.prod(entry.shape)
-    return f"the pieces hold {covered} of the {total} elements of shape {list(entry.shape)}: {listed or 'no pieces'}"
+    return (
+        f"the pieces hold {covered} of the {total} elements of shape {list(entry.shape)}:"
+        f" {listed or 'no pieces'}"
+    )
 
 
 def _is_exact(entry: TensorEntry) -> bool:
     """Check an exact cover by signed corners, in time linear in the number of pieces.
 
-    The mixed difference along all dims of a box's indicator is +1 or -1 at its corners and 0 elsewhere. Two functions
-    with bounded support are equal if their mixed differences are equal. So the pieces add up to 1 everywhere in the
-    tensor if their signed corners add up to the tensor's own.
+    The mixed difference along all dims of a box's indicator is +1 or -1 at its corners and 0
+    elsewhere. Two functions with bounded support are equal if their mixed differences are equal. So
+    the pieces add up to 1 everywhere in the tensor if their signed corners add up to the tensor's
+    own.
     """
-    whole = PieceEntry(file="whole.safetensors", key="", offset=(0,) * len(entry.shape), shape=entry.shape)
+    whole = PieceEntry(
+        file="whole.safetensors", key="", offset=(0,) * len(entry.shape), shape=entry.shape
+    )
     if 0 in entry.shape:
         return not entry.pieces
     dims = _cut_dims(entry)
@@ -143,7 +171,11 @@ def _is_exact(entry: TensorEntry) -> bool:
 
 
 def _cut_dims(entry: TensorEntry) -> list[int]:
-    return [dim for dim, size in enumerate(entry.shape) if any(part.shape[dim] != size for part in entry.pieces)]
+    return [
+        dim
+        for dim, size in enumerate(entry.shape)
+        if any(part.shape[dim] != size for part in entry.pieces)
+    ]
 
 
 def _find_overlap(pieces: Sequence[PieceEntry]) -> tuple[PieceEntry, PieceEntry] | None:
@@ -153,7 +185,9 @@ def _find_overlap(pieces: Sequence[PieceEntry]) -> tuple[PieceEntry, PieceEntry]
     for at, part in enumerate(parts):
         for other in itertools.islice(parts, at + 1, None):
             compared += 1
-            if compared > MOST_COMPARED or (part.offset and other.offset[0] >= part.offset[0] + part.shape[0]):
+            if compared > MOST_COMPARED or (
+                part.offset and other.offset[0] >= part.offset[0] + part.shape[0]
+            ):
                 break
             if intersection(part.offset, part.shape, other.offset, other.shape) is not None:
                 return part, other
@@ -161,9 +195,14 @@ def _find_overlap(pieces: Sequence[PieceEntry]) -> tuple[PieceEntry, PieceEntry]
 
 
 def intersection(
-    offset: tuple[int, ...], shape: tuple[int, ...], other_offset: tuple[int, ...], other_shape: tuple[int, ...]
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    other_offset: tuple[int, ...],
+    other_shape: tuple[int, ...],
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return ``(start, stop)`` per dim of the intersection of two boxes in global coordinates; None if it is empty."""
+    """Return ``(start, stop)`` per dim of the intersection of two boxes in global coordinates;
+    None if it is empty.
+    """
     common = []
     for o, n, other_o, other_n in zip(offset, shape, other_offset, other_shape, strict=True):
         start, stop = max(o, other_o), min(o + n, other_o + other_n)
@@ -222,29 +261,42 @@ def contradictions(manifest: Manifest) -> list[str]:
     recorded_seed = _value(config, "run", "seed")
     if _is_count(recorded_seed) and seed != recorded_seed:
         problems.append(f"seed = {seed}, and its run.seed = {recorded_seed}")
-    return problems + _step_contradictions(step, config, state) + _token_contradictions(samples_seen, config, state)
+    return (
+        problems
+        + _step_contradictions(step, config, state)
+        + _token_contradictions(samples_seen, config, state)
+    )
 
 
-def _step_contradictions(step: int, config: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _step_contradictions(
+    step: int, config: Mapping[str, Any], state: Mapping[str, Any]
+) -> list[str]:
     problems = []
     taken, in_a_row = state.get("optimizer_steps"), state.get("skipped_in_a_row")
     if taken is not None and taken > step:
         problems.append(f"state.optimizer_steps = {taken}, more than its step {step}")
     elif taken is not None and in_a_row is not None and in_a_row > step - taken:
         problems.append(
-            f"state.skipped_in_a_row = {in_a_row}, and {taken} of its {step} steps were taken: at most {step - taken}"
+            f"state.skipped_in_a_row = {in_a_row}, and {taken} of its {step} steps were taken: at"
+            f" most {step - taken}"
         )
     most = _value(config, "watch", "most_skipped")
     if _value(config, "watch", "on_nonfinite") == "stop":
         most = 0
     if in_a_row is not None and _is_count(most) and in_a_row > most:
-        problems.append(f"state.skipped_in_a_row = {in_a_row}, and its run allowed {most} (watch.most_skipped)")
+        problems.append(
+            f"state.skipped_in_a_row = {in_a_row}, and its run allowed {most} (watch.most_skipped)"
+        )
     return problems
 
 
-def _token_contradictions(samples_seen: int, config: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _token_contradictions(
+    samples_seen: int, config: Mapping[str, Any], state: Mapping[str, Any]
+) -> list[str]:
     tokens, length = state.get("tokens_seen"), _value(config, "data", "sequence_length")
-    is_causal = _value(config, "data", "task") == "causal" and _value(config, "data", "builder") is None
+    is_causal = (
+        _value(config, "data", "task") == "causal" and _value(config, "data", "builder") is None
+    )
     if tokens is None or not is_causal or not _is_count(length) or tokens <= samples_seen * length:
         return []
     return [f"state.tokens_seen = {tokens}, more than {samples_seen} samples of {length} tokens"]

@@ -1,4 +1,6 @@
-"""Paths of checkpoints, and their file operations: write with fsync and hash, read with retries, delete."""
+"""Paths of checkpoints, and their file operations: write with fsync and hash, read with retries,
+delete.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,16 @@ def final_directory(run_directory: Path, step: int) -> Path:
 
 
 def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
-    """Return the directory that an attempt writes to. It is beside the final one, so that one rename publishes it."""
+    """Return the directory that an attempt writes to. It is beside the final one,
+    so that one rename publishes it.
+    """
     assert re.fullmatch(r"[A-Za-z0-9]+", attempt), attempt
     return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
 
 
 def shard_names(grid: Grid) -> list[str | None]:
-    """Return the name of the shard that each rank writes; None: other ranks write everything that it holds.
+    """Return the name of the shard that each rank writes; None:
+    other ranks write everything that it holds.
 
     The ranks of the first replica write; the experts of a stage are written by its first ep ranks.
     """
@@ -58,7 +63,11 @@ def shard_names(grid: Grid) -> list[str | None]:
     for rank in range(grid.size):
         at, in_stage = grid.coordinates(rank), rank % (grid.num_replicas * grid.tp)
         of_experts = "" if in_stage < grid.tp else f"-ep{in_stage}"
-        found.append(f"pp{at.pp_rank}-tp{at.tp_rank}{of_experts}" if in_stage < max(grid.tp, grid.ep) else None)
+        found.append(
+            f"pp{at.pp_rank}-tp{at.tp_rank}{of_experts}"
+            if in_stage < max(grid.tp, grid.ep)
+            else None
+        )
     return found
 
 
@@ -70,15 +79,17 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             "MW-CHECKPOINT-003",
-            f"{error.filename or path}: {error.strerror} (errno {error.errno}): free space or repair the directory; "
-            f"published checkpoints are unchanged",
+            f"{error.filename or path}: {error.strerror} (errno {error.errno}): free space or"
+            " repair the directory; published checkpoints are unchanged",
         ) from error
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write the chunks to a new file and fsync it. Return its size and the sha256 of the *intended* bytes.
+    """Write the chunks to a new file and fsync it.
+    Return its size and the sha256 of the *intended* bytes.
 
-    The hash is taken from memory while writing, not by reading back, so that it can detect errors of the disk.
+    The hash is taken from memory while writing, not by reading back, so that it can detect errors
+    of the disk.
     """
     digest = hashlib.sha256()
     size = 0
@@ -114,16 +125,18 @@ def retried(read: Callable[[], Found], path: Path) -> Found:
             if pause_s is None:
                 raise UnreadableError(
                     "MW-CHECKPOINT-004",
-                    f"{error.filename or path}: cannot be read: {error.strerror} (errno {error.errno}), tried "
-                    f"{len(READ_PAUSES_S) + 1} times. Its bytes may be sound: repair the file system and run the same "
-                    f"command again; or move its directory away to resume from the checkpoint before",
+                    f"{error.filename or path}: cannot be read: {error.strerror} (errno"
+                    f" {error.errno}), tried {len(READ_PAUSES_S) + 1} times. Its bytes may be"
+                    " sound: repair the file system and run the same command again; or move its"
+                    " directory away to resume from the checkpoint before",
                 ) from error
             time.sleep(pause_s)
     raise AssertionError
 
 
 def regular_size(path: Path) -> int | None:
-    """Return the size in bytes of a regular file; None if it is missing or something else, such as a symlink.
+    """Return the size in bytes of a regular file; None if it is missing or something else,
+    such as a symlink.
 
     Raises:
         UnreadableError: The file system cannot be read.
@@ -140,7 +153,9 @@ def regular_size(path: Path) -> int | None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, or a directory with its contents. Of a symbolic link only the link is deleted."""
+    """Delete a file, or a directory with its contents.
+    Of a symbolic link only the link is deleted.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -148,16 +163,23 @@ def delete(path: Path) -> None:
 
 
 def delete_leftovers(paths: Iterable[Path], warn: Warn) -> None:
-    """Delete files of dead attempts. An error is only a warning: another user's file, or one still open on NFS."""
+    """Delete files of dead attempts. An error is only a warning: another user's file,
+    or one still open on NFS.
+    """
     for path in paths:
         try:
             delete(path)
         except OSError as error:
-            warn(f"files of a dead save cannot be removed: {error.filename or path}: {error.strerror}")
+            warn(
+                f"files of a dead save cannot be removed: {error.filename or path}:"
+                f" {error.strerror}"
+            )
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory so that readers never see half of it: rename it aside, then remove file by file."""
+    """Delete a directory so that readers never see half of it: rename it aside,
+    then remove file by file.
+    """
     aside = path.with_name(f".tmp-{path.name}{DELETED_SUFFIX}")
     rename_synced(path, aside)
     delete(aside)

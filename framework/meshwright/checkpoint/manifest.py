@@ -19,11 +19,14 @@ SUMS = "SHA256SUMS"
 Count = Annotated[int, Field(ge=0, lt=2**60)]
 """A number of elements or bytes."""
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
-"""A whole number; the bound is at least any bound of the configuration, see [bounds of whole numbers] in
-framework/meshwright/config/bounds.py."""
+"""A whole number; the bound is at least any bound of the configuration, see [bounds of whole
+numbers] in framework/meshwright/config/bounds.py.
+"""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
-"""A plain file name: no separator and no leading dot, so that no piece lies outside its checkpoint."""
+"""A plain file name: no separator and no leading dot,
+so that no piece lies outside its checkpoint.
+"""
 
 
 KIND = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
@@ -31,9 +34,11 @@ KIND = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
 class TensorKind(str):
-    """Role of a tensor for its parameter, the first part of the tensor's name: weights, master weights, or a state.
+    """Role of a tensor for its parameter, the first part of the tensor's name: weights,
+    master weights, or a state.
 
-    The states are those of the optimizer (exp_avg, exp_avg_sq, momentum, those of a user's optimizer) and of callbacks.
+    The states are those of the optimizer (exp_avg, exp_avg_sq, momentum, those of a user's
+    optimizer) and of callbacks.
     """
 
     WEIGHTS: ClassVar[TensorKind]
@@ -95,7 +100,9 @@ class CheckpointMetadata(NamedTuple):
     config: Mapping[str, Any]
     """Resolved configuration: ``RunConfig.model_dump(mode="json")``."""
     data_fingerprint: Mapping[str, str]
-    """Fingerprints that must not change in a resumed run, by name: ``{"train": "...", "tokenizer": "..."}``."""
+    """Fingerprints that must not change in a resumed run, by name: ``{"train": "...", "tokenizer":
+    "..."}``.
+    """
     state: Mapping[str, Any]
     """Scalar state, such as the optimizer's step count."""
 
@@ -107,7 +114,9 @@ class StrictModel(BaseModel):
 
 
 class PieceEntry(StrictModel):
-    """One piece of a tensor: the box ``[offset, offset + shape)``, and the file and key of its values."""
+    """One piece of a tensor: the box ``[offset, offset + shape)``,
+    and the file and key of its values.
+    """
 
     file: FileName
     key: str
@@ -132,7 +141,9 @@ class FileEntry(StrictModel):
 
 
 class Manifest(StrictModel):
-    """The whole manifest. ``version`` increases when an older reader could misinterpret a newer checkpoint."""
+    """The whole manifest. ``version`` increases when an older reader could misinterpret a newer
+    checkpoint.
+    """
 
     format: Literal["meshwright-checkpoint"]
     version: Literal[1]
@@ -140,7 +151,9 @@ class Manifest(StrictModel):
     samples_seen: Int64
     seed: Int64
     saved_at_s: Annotated[int, Field(ge=0, lt=2**37)] | None = None
-    """Time of publication on rank 0's clock, in seconds since 1970; None: an earlier version saved it."""
+    """Time of publication on rank 0's clock, in seconds since 1970; None:
+    an earlier version saved it.
+    """
     config: dict[str, Any]
     data_fingerprint: dict[str, str]
     versions: dict[str, str]
@@ -163,7 +176,9 @@ def render(manifest: Manifest) -> bytes:
 
 
 def render_sums(manifest_sha256: str, files: Mapping[str, FileEntry]) -> bytes:
-    """Render SHA256SUMS in the format of ``sha256sum -c``. The manifest comes first, because it lists the others."""
+    """Render SHA256SUMS in the format of ``sha256sum -c``. The manifest comes first,
+    because it lists the others.
+    """
     lines = [f"{manifest_sha256}  {MANIFEST}\n"]
     lines += [f"{file.sha256}  {name}\n" for name, file in sorted(files.items())]
     return "".join(lines).encode()

@@ -1,4 +1,6 @@
-"""Reader of checkpoints: find, check, and read slices for any layout from the shards of any other."""
+"""Reader of checkpoints: find, check,
+and read slices for any layout from the shards of any other.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -15,8 +16,21 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.check import intersection, parse
-from meshwright.checkpoint.files import checkpoints_directory, regular_size, retried, sha256_of, step_name
-from meshwright.checkpoint.manifest import MANIFEST, SUMS, Manifest, PieceEntry, TensorKind, render_sums
+from meshwright.checkpoint.files import (
+    checkpoints_directory,
+    regular_size,
+    retried,
+    sha256_of,
+    step_name,
+)
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    SUMS,
+    Manifest,
+    PieceEntry,
+    TensorKind,
+    render_sums,
+)
 from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
@@ -33,7 +47,8 @@ class Candidate(NamedTuple):
 
 
 def find(run_directory: Path) -> list[Candidate]:
-    """Find all published checkpoints of a run by name, newest first. Temporary and set-aside ones are ignored.
+    """Find all published checkpoints of a run by name, newest first.
+    Temporary and set-aside ones are ignored.
 
     Raises:
         UnreadableError: The file system cannot be read.
@@ -52,7 +67,9 @@ def find(run_directory: Path) -> list[Candidate]:
 
 
 def has_checkpoint(run_directory: Path, above: int = -1) -> bool:
-    """Return True if the run has a checkpoint of a step > ``above``, or cannot read the directory of them."""
+    """Return True if the run has a checkpoint of a step > ``above``,
+    or cannot read the directory of them.
+    """
     try:
         return any(candidate.step > above for candidate in find(run_directory))
     except UnreadableError:
@@ -60,7 +77,8 @@ def has_checkpoint(run_directory: Path, above: int = -1) -> bool:
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Open a checkpoint after checking its manifest and the sizes of its files. ``verify`` checks the hashes.
+    """Open a checkpoint after checking its manifest and the sizes of its files.
+    ``verify`` checks the hashes.
 
     Cheap: reads only the manifest and the file sizes.
 
@@ -77,17 +95,20 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     digest = hashlib.sha256(text).hexdigest()
     if not sums.startswith(digest.encode()):
         raise CheckpointError(
-            "MW-CHECKPOINT-011", f"{path / MANIFEST}: its sha256 is not the one in {SUMS}: one of the two is damaged"
+            "MW-CHECKPOINT-011",
+            f"{path / MANIFEST}: its sha256 is not the one in {SUMS}: one of the two is damaged",
         )
     manifest = parse(text, str(path / MANIFEST))
     if sums != render_sums(digest, manifest.files):
         raise CheckpointError(
-            "MW-CHECKPOINT-012", f"{path / SUMS}: does not have the hashes of the manifest: it is damaged"
+            "MW-CHECKPOINT-012",
+            f"{path / SUMS}: does not have the hashes of the manifest: it is damaged",
         )
     name = re.fullmatch(r"step-(\d+)", path.name, flags=re.ASCII)
     if name and int(name[1]) != manifest.step:
         raise CheckpointError(
-            "MW-CHECKPOINT-013", f"{path}: its manifest is of step {manifest.step}: rename the directory back"
+            "MW-CHECKPOINT-013",
+            f"{path}: its manifest is of step {manifest.step}: rename the directory back",
         )
     problems = []
     for file, expected in sorted(manifest.files.items()):
@@ -102,13 +123,16 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 
 
 def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> CheckpointReader | None:
-    """Return the newest checkpoint that verifies, hashes included. For each skipped one, warn with the bad file.
+    """Return the newest checkpoint that verifies, hashes included. For each skipped one,
+    warn with the bad file.
 
-    Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank calls it and broadcasts
-    the step. The other ranks then use ``open_checkpoint`` and may compare ``digest``.
+    Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank
+    calls it and broadcasts the step. The other ranks then use ``open_checkpoint`` and may compare
+    ``digest``.
 
     Raises:
-        CheckpointError: Checkpoints exist, but none verifies. Fresh weights would silently discard the run.
+        CheckpointError: Checkpoints exist, but none verifies. Fresh weights would silently discard
+            the run.
     """
 
     def read(path: Path) -> CheckpointReader:
@@ -122,8 +146,11 @@ def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> Checkpoi
 Found = TypeVar("Found")
 
 
-def first_sound(run_directory: Path, paths: Sequence[Path], read: Callable[[Path], Found], warn: Warn) -> Found | None:
-    """Return ``read(path)`` of the first checkpoint without a CheckpointError, or None if there are no checkpoints.
+def first_sound(
+    run_directory: Path, paths: Sequence[Path], read: Callable[[Path], Found], warn: Warn
+) -> Found | None:
+    """Return ``read(path)`` of the first checkpoint without a CheckpointError,
+    or None if there are no checkpoints.
 
     ``warn`` is called for each skipped checkpoint.
 
@@ -143,9 +170,11 @@ def first_sound(run_directory: Path, paths: Sequence[Path], read: Callable[[Path
     if failures:
         raise CheckpointError(
             "MW-CHECKPOINT-015",
-            f"{checkpoints_directory(run_directory)}: none of the {len(failures)} checkpoints verifies:\n"
+            f"{checkpoints_directory(run_directory)}: none of the {len(failures)} checkpoints"
+            " verifies:\n"
             + "\n".join(failures)
-            + "\nrestore a file from a copy; or move the directory away, or choose another run.name, to start anew",
+            + "\nrestore a file from a copy; or move the directory away, or choose another"
+            " run.name, to start anew",
         )
     return None
 
@@ -157,13 +186,15 @@ class CheckpointReader:
         self.path = path
         self.manifest = manifest
         self.digest = digest
-        """sha256 of the manifest, and thereby of all files. Two ranks with equal digests read the same checkpoint."""
+        """sha256 of the manifest, and thereby of all files.
+        Two ranks with equal digests read the same checkpoint.
+        """
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -181,7 +212,11 @@ class CheckpointReader:
         """
         names = sorted(self.manifest.files)[share]
         found = map_in_daemon_threads(self._damage, names, min(8, os.cpu_count() or 1))
-        problems = [f"{self.path / name}: {damage}" for name, damage in zip(names, found, strict=True) if damage]
+        problems = [
+            f"{self.path / name}: {damage}"
+            for name, damage in zip(names, found, strict=True)
+            if damage
+        ]
         if problems:
             raise CheckpointError("MW-CHECKPOINT-016", "\n".join(problems))
 
@@ -199,18 +234,26 @@ class CheckpointReader:
     def parameters(self, kind: TensorKind) -> list[str]:
         """Return the sorted names of the parameters that have a tensor of this kind here."""
         prefix = kind.of("")
-        return sorted(name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
+        return sorted(
+            name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix)
+        )
 
     def kinds(self) -> list[TensorKind]:
         """Return the kinds of tensors in this checkpoint, sorted."""
-        return [TensorKind(name) for name in sorted({name.partition("/")[0] for name in self.manifest.tensors})]
+        return [
+            TensorKind(name)
+            for name in sorted({name.partition("/")[0] for name in self.manifest.tensors})
+        ]
 
     def shape(self, kind: TensorKind, parameter: str) -> tuple[int, ...]:
         """Return the global shape of a tensor in this checkpoint."""
         return self.manifest.tensors[kind.of(parameter)].shape
 
-    def read(self, kind: TensorKind, info: ParameterInfo, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Read this rank's part of a tensor in the present layout: ``info.local_shape``, padding zero, a copy on CPU.
+    def read(
+        self, kind: TensorKind, info: ParameterInfo, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """Read this rank's part of a tensor in the present layout: ``info.local_shape``,
+        padding zero, a copy on CPU.
 
         Only the intersecting slices are read from disk.
 
@@ -220,10 +263,12 @@ class CheckpointReader:
             dtype: Dtype of the result; None: as stored.
 
         Returns:
-            The tensor; None if the checkpoint has no tensors of this kind (a float32 run keeps no master weights).
+            The tensor; None if the checkpoint has no tensors of this kind (a float32 run keeps no
+            master weights).
 
         Raises:
-            CheckpointError: The name is missing among others of its kind, or the global shape differs.
+            CheckpointError: The name is missing among others of its kind, or the global shape
+                differs.
         """
         name = kind.of(info.name)
         entry = self.manifest.tensors.get(name)
@@ -233,24 +278,29 @@ class CheckpointReader:
                 return None
             raise CheckpointError(
                 "MW-CHECKPOINT-017",
-                f"{self.path}: has no tensor {name!r}, which this model needs with shape {list(info.global_shape)}; "
-                f"it has {len(known)} of that kind ({', '.join(known[:3])}, ...): build the model that was saved, "
-                f"or choose another run.name",
+                f"{self.path}: has no tensor {name!r}, which this model needs with shape"
+                f" {list(info.global_shape)}; it has {len(known)} of that kind"
+                f" ({', '.join(known[:3])}, ...): build the model that was saved, or choose another"
+                " run.name",
             )
         if entry.shape != info.global_shape:
             raise CheckpointError(
                 "MW-CHECKPOINT-018",
-                f"{self.path}: the tensor {name!r} has shape {list(entry.shape)} in the checkpoint and "
-                f"{list(info.global_shape)} in this model: give model.options the values that were saved, "
-                f"or choose another run.name",
+                f"{self.path}: the tensor {name!r} has shape {list(entry.shape)} in the checkpoint"
+                f" and {list(info.global_shape)} in this model: give model.options the values that"
+                " were saved, or choose another run.name",
             )
         local = torch.zeros(info.local_shape, dtype=entry.dtype.as_torch)
         for offset, shape, inside in local_boxes(info, info.unpadded(local)):
             for part in entry.pieces:
                 common = intersection(offset, shape, part.offset, part.shape)
                 if common is not None:
-                    target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True))
-                    source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True))
+                    target = tuple(
+                        slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True)
+                    )
+                    source = tuple(
+                        slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True)
+                    )
                     inside[target].copy_(self._numbers(part, entry.dtype, source))
         return local if dtype is None else local.to(dtype)
 
@@ -263,8 +313,8 @@ class CheckpointReader:
             if (shape, stored) != (part.shape, dtype):
                 raise CheckpointError(
                     "MW-CHECKPOINT-019",
-                    f"{place} is {stored}{list(shape)} in the file and {dtype}{list(part.shape)} in the manifest: "
-                    f"the two do not belong together; take another checkpoint",
+                    f"{place} is {stored}{list(shape)} in the file and {dtype}{list(part.shape)} in"
+                    " the manifest: the two do not belong together; take another checkpoint",
                 )
             numbers = found[source]
         except SafetensorError as error:

@@ -16,12 +16,15 @@ from meshwright.errors import CheckpointError
 from meshwright.terminal.output import Warn, print_warning
 
 
-def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = print_warning) -> list[Candidate]:
-    """Delete all but the newest ``keep_last`` sound checkpoints. Return the deleted ones. Only one rank calls it.
+def prune(
+    run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = print_warning
+) -> list[Candidate]:
+    """Delete all but the newest ``keep_last`` sound checkpoints. Return the deleted ones.
+    Only one rank calls it.
 
-    A damaged checkpoint never counts as one of the newest. Everything older than the last kept checkpoint is deleted,
-    damaged or not. Before any deletion the newest checkpoint is read back and its hashes are verified. If that fails,
-    nothing is deleted and a warning is issued.
+    A damaged checkpoint never counts as one of the newest. Everything older than the last kept
+    checkpoint is deleted, damaged or not. Before any deletion the newest checkpoint is read back
+    and its hashes are verified. If that fails, nothing is deleted and a warning is issued.
 
     Args:
         run_directory: Directory of the run.

@@ -53,8 +53,9 @@ from meshwright.terminal.output import Warn, print_warning
 def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_warning) -> Path:
     """Create the temporary directory of this attempt, and remove those of dead attempts.
 
-    One rank calls it before the others write. A published checkpoint of this step is never modified. A damaged one,
-    which a resume has skipped, is renamed to ``broken-*`` so that the run can continue.
+    One rank calls it before the others write. A published checkpoint of this step is never
+    modified. A damaged one, which a resume has skipped, is renamed to ``broken-*`` so that the run
+    can continue.
 
     Raises:
         CheckpointError: A sound checkpoint of this step exists.
@@ -63,7 +64,8 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
     with as_checkpoint_error(directory):
         make_directory_synced(directory)
         sync(directory.parent)  # its maker may have died before it did so
-    final, temporary = final_directory(run_directory, step), temporary_directory(run_directory, step, attempt)
+    final = final_directory(run_directory, step)
+    temporary = temporary_directory(run_directory, step, attempt)
     if final.exists():
         try:
             with open_checkpoint(final) as found:
@@ -77,8 +79,8 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
         else:
             raise CheckpointError(
                 "MW-CHECKPOINT-023",
-                f"{final} exists and is sound: a checkpoint is never overwritten. Resume from it with the same "
-                f"command, or choose another run.name",
+                f"{final} exists and is sound: a checkpoint is never overwritten. Resume from it"
+                " with the same command, or choose another run.name",
             )
     left = directory.glob(".tmp-*")  # what is being deleted is left to `prune`
     delete_leftovers((path for path in left if not path.name.endswith(DELETED_SUFFIX)), warn)
@@ -93,11 +95,14 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     One rank calls it, after all shards are written.
 
     Raises:
-        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, a value of ``head`` could not
-            be read back, or ``final`` exists. Nothing is published.
+        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, a value of
+            ``head`` could not be read back, or ``final`` exists. Nothing is published.
     """
     reports = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
-    manifest = merge(head, [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in reports])
+    manifest = merge(
+        head,
+        [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in reports],
+    )
     problems = check(manifest)
     for name, file in manifest.files.items():
         size = regular_size(temporary / name)
@@ -109,7 +114,8 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
             "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
             + f"\nnothing is published; the written files stay in {temporary} until the next save",
         )
-    parse(render(manifest.model_copy(update={"tensors": {}, "files": {}})), str(final / MANIFEST))  # as a resume will
+    # as a resume will
+    parse(render(manifest.model_copy(update={"tensors": {}, "files": {}})), str(final / MANIFEST))
     text = render(manifest)
     for report in reports:
         report.unlink()
@@ -118,7 +124,8 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     sync(temporary)
     if final.exists():
         raise CheckpointError(
-            "MW-CHECKPOINT-025", f"{final} appeared during the save: does another job use this run directory?"
+            "MW-CHECKPOINT-025",
+            f"{final} appeared during the save: does another job use this run directory?",
         )
     with as_checkpoint_error(final):
         rename_synced(temporary, final)
@@ -141,8 +148,8 @@ def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
             if (first.shape, first.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
                     "MW-CHECKPOINT-026",
-                    f"tensor {name!r}: one rank has {first.dtype}{list(first.shape)}, "
-                    f"another {entry.dtype}{list(entry.shape)}: the ranks did not build the same model",
+                    f"tensor {name!r}: one rank has {first.dtype}{list(first.shape)}, another"
+                    f" {entry.dtype}{list(entry.shape)}: the ranks did not build the same model",
                 )
             pieces.setdefault(name, []).extend(entry.pieces)
     return Manifest(
@@ -156,6 +163,9 @@ def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
         data_fingerprint=dict(head.data_fingerprint),
         versions=versions(),
         state=dict(head.state),
-        tensors={name: entry.model_copy(update={"pieces": tuple(pieces[name])}) for name, entry in entries.items()},
+        tensors={
+            name: entry.model_copy(update={"pieces": tuple(pieces[name])})
+            for name, entry in entries.items()
+        },
         files=files,
     )

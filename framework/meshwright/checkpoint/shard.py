@@ -1,7 +1,8 @@
 """Writer of one rank's shard: an iterator of pieces becomes safetensors files and a small report.
 
-Memory stays bounded. Pieces are copied to the host one by one and written when they fill a file, so that at most one
-file's bytes are buffered besides the current piece. The copy also allows the iterator to reuse its buffer.
+Memory stays bounded. Pieces are copied to the host one by one and written when they fill a file, so
+that at most one file's bytes are buffered besides the current piece. The copy also allows the
+iterator to reuse its buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.files import MAX_FILE_BYTES, as_checkpoint_error, write_synced
-from meshwright.checkpoint.manifest import Dtype, FileEntry, PieceEntry, StrictModel, TensorEntry, TensorKind
+from meshwright.checkpoint.manifest import (
+    Dtype,
+    FileEntry,
+    PieceEntry,
+    StrictModel,
+    TensorEntry,
+    TensorKind,
+)
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.atomic import sync
@@ -27,7 +35,9 @@ REPORT_SUFFIX = ".shard.json"
 
 
 class TensorPiece(NamedTuple):
-    """One rank's part of one tensor. ``tensor``: any device, without padding (``info.unpadded``)."""
+    """One rank's part of one tensor. ``tensor``: any device,
+    without padding (``info.unpadded``).
+    """
 
     kind: TensorKind
     info: ParameterInfo
@@ -42,7 +52,9 @@ class ShardReport(StrictModel):
 
 
 class LocalBox(NamedTuple):
-    """A box of the global tensor that this rank holds, and the view of a local tensor with its elements."""
+    """A box of the global tensor that this rank holds,
+    and the view of a local tensor with its elements.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -50,7 +62,9 @@ class LocalBox(NamedTuple):
 
 
 def local_boxes(info: ParameterInfo, tensor: Tensor) -> Iterator[LocalBox]:
-    """Yield the boxes of this rank's slice, one for each of its ranges. ``tensor``: local, without padding."""
+    """Yield the boxes of this rank's slice, one for each of its ranges. ``tensor``: local,
+    without padding.
+    """
     if info.slice is None:
         yield LocalBox((0,) * len(info.global_shape), info.global_shape, tensor)
         return
@@ -71,17 +85,20 @@ def write_shard(
     copied: bool = False,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> ShardReport:
-    """Write the pieces as ``<shard_name>-00000.safetensors``, ... and a report beside them, and fsync all of it.
+    """Write the pieces as ``<shard_name>-00000.safetensors``, ... and a report beside them,
+    and fsync all of it.
 
-    Exactly one rank must provide each element of the model: one tp rank for a tensor that tp replicates, the canonical
-    name for a tied weight, one data-parallel replica for everything. ``publish`` checks it.
+    Exactly one rank must provide each element of the model: one tp rank for a tensor that tp
+    replicates, the canonical name for a tied weight, one data-parallel replica for everything.
+    ``publish`` checks it.
 
     Args:
         temporary: Directory of the attempt.
         shard_name: Prefix of the file names.
         pieces: This rank's pieces.
         max_file_bytes: Size at which a new file is started.
-        copied: True if the tensors are host copies that nothing else writes to; otherwise this function copies them.
+        copied: True if the tensors are host copies that nothing else writes to; otherwise this
+            function copies them.
         on_bytes: Called with the number of bytes after each write.
 
     Raises:
@@ -97,8 +114,8 @@ def write_shard(
     write_synced(partial, [report.model_dump_json().encode()])
     with as_checkpoint_error(temporary):
         sync(temporary)
-        # A visible report is complete and the last file of its shard: the directory may be renamed right after.
-        # The publisher syncs it.
+        # A visible report is complete and the last file of its shard: the directory may be renamed
+        # right after. The publisher syncs it.
         partial.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")
     return report
 
@@ -106,7 +123,9 @@ def write_shard(
 class _ShardFiles:
     """Files of one shard in progress. Pieces are buffered in host memory until they fill a file."""
 
-    def __init__(self, temporary: Path, shard_name: str, max_file_bytes: int, on_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self, temporary: Path, shard_name: str, max_file_bytes: int, on_bytes: Callable[[int], None]
+    ) -> None:
         self.tensors: dict[str, TensorEntry] = {}
         self.files: dict[str, FileEntry] = {}
         self._temporary, self._shard_name = temporary, shard_name
@@ -115,19 +134,22 @@ class _ShardFiles:
         self._pending_bytes = 0
 
     def add(self, piece: TensorPiece, copied: bool) -> None:
-        """Store a piece for the next file; write the current file first if the piece does not fit into it."""
+        """Store a piece for the next file; write the current file first
+        if the piece does not fit into it.
+        """
         name = piece.kind.of(piece.info.name)
         boxes = list(local_boxes(piece.info, piece.tensor.detach()))
         if name in self.tensors:
             raise CheckpointError(
                 "MW-CHECKPOINT-027",
-                f"{self._temporary}: shard {self._shard_name} got the tensor {name!r} twice: tied weights are "
-                f"saved once, under the first name of their tie",
+                f"{self._temporary}: shard {self._shard_name} got the tensor {name!r} twice: tied"
+                " weights are saved once, under the first name of their tie",
             )
         dtype = Dtype.of(piece.tensor.dtype)
         if dtype is None:
             raise CheckpointError(
-                "MW-CHECKPOINT-028", f"tensor {name!r}: a checkpoint cannot hold dtype {piece.tensor.dtype}"
+                "MW-CHECKPOINT-028",
+                f"tensor {name!r}: a checkpoint cannot hold dtype {piece.tensor.dtype}",
             )
         num_bytes = piece.tensor.numel() * piece.tensor.element_size()
         if self._pending_bytes + num_bytes > self._max_file_bytes:
@@ -138,9 +160,13 @@ class _ShardFiles:
             assert tuple(tensor.shape) == shape, (key, tuple(tensor.shape), shape)
             parts.append(PieceEntry(file=self._file_name(), key=key, offset=offset, shape=shape))
             is_ready = copied and tensor.is_contiguous()
-            self._pending[key] = tensor if is_ready else torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
+            self._pending[key] = (
+                tensor if is_ready else torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
+            )
         self._pending_bytes += num_bytes
-        self.tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=dtype, pieces=tuple(parts))
+        self.tensors[name] = TensorEntry(
+            shape=piece.info.global_shape, dtype=dtype, pieces=tuple(parts)
+        )
 
     def flush(self) -> None:
         """Write the pending pieces as the shard's next file. Blocks until it is on the disk."""
@@ -158,12 +184,14 @@ class _ShardFiles:
 def write_safetensors(
     path: Path, tensors: dict[str, Tensor], on_bytes: Callable[[int], None] = lambda num_bytes: None
 ) -> tuple[int, str]:
-    """Write contiguous host tensors as one safetensors file. Return (bytes, sha256). Blocks until it is on the disk.
+    """Write contiguous host tensors as one safetensors file. Return (bytes, sha256).
+    Blocks until it is on the disk.
 
         | u64: length of the header | JSON header, padded with spaces to 8 bytes | bytes of the tensors, end to end |
 
-    This replaces ``safetensors.save_file``, so that the bytes are hashed while writing and fsynced. Tensors with wide
-    elements come first, as in the library. Every tensor is then aligned to its own element size.
+    This replaces ``safetensors.save_file``, so that the bytes are hashed while writing and fsynced.
+    Tensors with wide elements come first, as in the library. Every tensor is then aligned to its
+    own element size.
     """
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -171,7 +199,11 @@ def write_safetensors(
     start = 0
     for name, tensor in ordered:
         stop = start + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": Dtype.of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        header[name] = {
+            "dtype": Dtype.of(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,14 +1,15 @@
-"""Configuration of a run: a TOML file and command-line overrides -> frozen, typed RunConfig, or an error that lists all
-problems."""
+"""Configuration of a run: a TOML file and command-line overrides -> frozen, typed RunConfig, or an
+error that lists all problems.
+"""
 
 from meshwright.config.batch import phases as phases
 from meshwright.config.batch import samples_after as samples_after
 from meshwright.config.batch import step_of as step_of
 from meshwright.config.derived import batch_numbers as batch_numbers
 from meshwright.config.derived import bucket_bytes as bucket_bytes
-from meshwright.config.derived import check_expert_ranks as check_expert_ranks
 from meshwright.config.derived import default_world_size as default_world_size
 from meshwright.config.derived import expert_shard_factor as expert_shard_factor
+from meshwright.config.derived import find_rank_problems as find_rank_problems
 from meshwright.config.derived import is_meant_for_gpu as is_meant_for_gpu
 from meshwright.config.derived import leaves_out_base as leaves_out_base
 from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch

@@ -1,9 +1,11 @@
-"""Configuration names of Megatron-LM, torchtitan, nanotron, DeepSpeed and peft, and their counterparts here.
+"""Configuration names of Megatron-LM, torchtitan, nanotron, DeepSpeed and peft,
+and their counterparts here.
 
-Error messages suggest the counterparts. No key is accepted under a second name; of foreign values only FSDP's four
-sharding strategies are. Case, dashes and underscores are ignored, so one line covers ``--tensor-model-parallel-size``
-and ``tensor_model_parallel_size``. A dotted name is looked up whole first, then without its leading sections, so that
-``model.hidden_size`` is found under ``hidden_size``.
+Error messages suggest the counterparts. No key is accepted under a second name; of foreign values
+only FSDP's four sharding strategies are. Case, dashes and underscores are ignored, so one line
+covers ``--tensor-model-parallel-size`` and ``tensor_model_parallel_size``. A dotted name is looked
+up whole first, then without its leading sections, so that ``model.hidden_size`` is found under
+``hidden_size``.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ _TABLES: dict[str, dict[str, str]] = tomllib.loads(
 )
 
 SHARDING = MappingProxyType({"noshard": 0, "shardgradop": 2, "fullshard": 3, "hybridshard": 3})
-"""FSDP's sharding strategies, folded -> ``parallel.zero``. The only foreign values accepted; a note is printed for
-each."""
+"""FSDP's sharding strategies, folded -> ``parallel.zero``. The only foreign values accepted; a note
+is printed for each.
+"""
 
 
 def fold(name: str) -> str:
@@ -27,7 +30,9 @@ def fold(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-FAMILIAR = MappingProxyType({fold(name): own_name_of for name, own_name_of in _TABLES["names"].items()})
+FAMILIAR = MappingProxyType(
+    {fold(name): own_name_of for name, own_name_of in _TABLES["names"].items()}
+)
 """Folded foreign name -> its counterpart: a key of this schema, perhaps with more text."""
 
 FAMILIAR_VALUES = MappingProxyType(_TABLES["values"])
@@ -35,7 +40,9 @@ FAMILIAR_VALUES = MappingProxyType(_TABLES["values"])
 
 
 def own_name_of(path: Sequence[str]) -> str | None:
-    """Return the counterpart of a foreign key, e.g. ``("parallelism", "tensor_parallel_degree")`` -> "parallel.tp"."""
+    """Return the counterpart of a foreign key, e.g. ``("parallelism",
+    "tensor_parallel_degree")`` -> "parallel.tp".
+    """
     for start in range(len(path)):
         found = FAMILIAR.get(fold(".".join(path[start:])))
         if found is not None:

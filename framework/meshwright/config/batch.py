@@ -1,6 +1,8 @@
-"""Batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: with dp, two batch numbers give the third.
+"""Batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: with dp,
+two batch numbers give the third.
 
-Pure functions. They run once when the file is read, where dp may be unknown, and again with the number of ranks.
+Pure functions. They run once when the file is read, where dp may be unknown, and again with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from meshwright.errors import ConfigError
 
 
 def _product(factors: dict[str, int]) -> tuple[str, int]:
-    """Return text and value: ``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8)."""
+    """Return text and value: ``{"micro_batch_size": 4, "dp":
+    2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8).
+    """
     value = math.prod(factors.values())
     text = " x ".join(f"{name} {factor}" for name, factor in factors.items())
     return (text if len(factors) == 1 else f"{text} = {value}"), value
@@ -27,7 +31,9 @@ def divisors(value: int) -> list[int]:
 
 
 def _not_a_multiple(batch: Batch, factors: dict[str, int], dp: int | None) -> str:
-    """Return the error text for a global_batch that its factors do not divide, with the nearest values that work."""
+    """Return the error text for a global_batch that its factors do not divide,
+    with the nearest values that work.
+    """
     assert batch.global_batch is not None
     text, unit = _product(factors)
     whole = batch.global_batch // unit
@@ -54,11 +60,15 @@ def find_problem(batch: Batch, dp: int | None) -> str | None:
 
     ``dp`` is None while it is unknown; then only errors that hold for every dp are found.
     """
-    given = {name: value for name, value in batch.model_dump(exclude={"ramp"}).items() if value is not None}
+    given = {
+        name: value
+        for name, value in batch.model_dump(exclude={"ramp"}).items()
+        if value is not None
+    }
     if len(given) < 2:
         present = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
         return (
-            f"batch: give two of micro_batch_size, chunks and global_batch, the third follows from "
+            "batch: give two of micro_batch_size, chunks and global_batch, the third follows from "
             f"global_batch = micro_batch_size x chunks x dp; given: {present}"
         )
     factors = {name: value for name, value in given.items() if name != "global_batch"}
@@ -71,8 +81,9 @@ def find_problem(batch: Batch, dp: int | None) -> str | None:
         if product == batch.global_batch:
             return None
         return (
-            f"batch: {text}, not global_batch {batch.global_batch}: leave one of the three out, and it follows "
-            f"(on the command line: --batch.chunks=none), or set batch.global_batch = {product}"
+            f"batch: {text}, not global_batch {batch.global_batch}: leave one of the three out, and"
+            " it follows (on the command line: --batch.chunks=none), or set batch.global_batch ="
+            f" {product}"
         )
     return _not_a_multiple(batch, factors, dp) if batch.global_batch % product else None
 
@@ -81,13 +92,15 @@ def derive(batch: Batch, dp: int) -> Batch:
     """Return all three batch numbers for a known dp.
 
     Raises:
-        ConfigError: The numbers contradict each other, or a derived one is above the bound of its key; the text
-            contains the arithmetic.
+        ConfigError: The numbers contradict each other, or a derived one is above the bound of its
+            key; the text contains the arithmetic.
     """
     wrong = find_problem(batch, dp)
     if wrong is not None:
         raise ConfigError("MW-CONFIG-001", wrong)
-    micro_batch_size, chunks, global_batch = batch.micro_batch_size, batch.chunks, batch.global_batch
+    micro_batch_size = batch.micro_batch_size
+    chunks = batch.chunks
+    global_batch = batch.global_batch
     if global_batch is None:
         assert micro_batch_size is not None and chunks is not None
         global_batch = micro_batch_size * chunks * dp
@@ -101,7 +114,8 @@ def derive(batch: Batch, dp: int) -> Batch:
         if value > (most := MAX_LENGTH if name == "global_batch" else MAX_COUNT):
             raise ConfigError(
                 "MW-CONFIG-002",
-                f"batch.{name} follows from the other two and is {value:,}, at most {most:,} is allowed: lower "
+                f"batch.{name} follows from the other two and is {value:,}, at most {most:,} is"
+                " allowed: lower "
                 f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}",
             )
     resolved = Batch(**derived, ramp=batch.ramp)
@@ -119,13 +133,15 @@ def _ramp_problem(batch: Batch, dp: int) -> str | None:
     given, unit = f"batch.ramp = {list(batch.ramp)}", batch.micro_batch_size * dp
     if start >= batch.global_batch or (batch.global_batch - start) % increment:
         return (
-            f"{given}: {start} + a number of times {increment} is not batch.global_batch = {batch.global_batch}: "
-            f"choose a start below it, and an increment that divides the difference"
+            f"{given}: {start} + a number of times {increment} is not batch.global_batch ="
+            f" {batch.global_batch}: choose a start below it, and an increment that divides the"
+            " difference"
         )
     if start % unit or increment % unit:
         return (
-            f"{given}: start and increment must be multiples of micro_batch_size {batch.micro_batch_size} x dp {dp} = "
-            f"{unit}, so that each replica has whole micro-batches: round them, or choose a smaller micro_batch_size"
+            f"{given}: start and increment must be multiples of micro_batch_size"
+            f" {batch.micro_batch_size} x dp {dp} = {unit}, so that each replica has whole"
+            " micro-batches: round them, or choose a smaller micro_batch_size"
         )
     return None
 
@@ -141,10 +157,11 @@ class Phase(NamedTuple):
 
 
 def phases(batch: Batch) -> list[Phase]:
-    """Return the phases of a resolved batch, the last one with all of ``global_batch``; without a ramp there is one.
+    """Return the phases of a resolved batch, the last one with all of ``global_batch``;
+    without a ramp there is one.
 
-    As in Megatron-LM, a step that begins at sample s has start + increment x floor(s x n / samples) samples, for n
-    increments in all. No layout affects it.
+    As in Megatron-LM, a step that begins at sample s has start + increment x floor(s x n / samples)
+    samples, for n increments in all. No layout affects it.
     """
     assert batch.global_batch is not None
     start, increment, over = batch.ramp or (batch.global_batch, 1, 1)
@@ -152,7 +169,9 @@ def phases(batch: Batch) -> list[Phase]:
     found = [Phase(0, 0, start)]
     while (last := found[-1]).global_batch < batch.global_batch:
         passed = (last.global_batch - start) // increment
-        steps = -(-(-(-(passed + 1) * over // num_increments) - last.samples_seen) // last.global_batch)
+        steps = -(
+            -(-(-(passed + 1) * over // num_increments) - last.samples_seen) // last.global_batch
+        )
         samples = last.samples_seen + steps * last.global_batch
         size = start + increment * min(samples * num_increments // over, num_increments)
         found.append(Phase(last.first_step + steps, samples, size))
@@ -169,3 +188,8 @@ def samples_after(batch: Batch, steps: int) -> int:
     """Return the number of samples in the first ``steps`` steps of a run."""
     last = [phase for phase in phases(batch) if phase.first_step <= steps][-1]
     return last.samples_seen + (steps - last.first_step) * last.global_batch
+
+
+def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
+    """Return the number of global batches that read every sample once, at most ``at_most``."""
+    return min(at_most, -(-num_samples // global_batch))

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-# NOTE [bounds of whole numbers]: the manifest of a checkpoint holds whole numbers below 2**63 (checkpoint/manifest).
-# Every whole number here has an upper bound below that, and so has every product that a checkpoint records:
-# train.steps x batch.global_batch is at most 10**18. A new key of whole numbers takes one of these types.
+# NOTE [bounds of whole numbers]: the manifest of a checkpoint holds whole numbers below 2**63
+# (checkpoint/manifest). Every whole number here has an upper bound below that, and so has every
+# product that a checkpoint records: train.steps x batch.global_batch is at most 10**18. A new key
+# of whole numbers takes one of these types.
 MAX_COUNT, MAX_LENGTH = 10**6, 10**9
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 """A number of ranks, micro-batches or samples; bounded, because they are enumerated one by one."""

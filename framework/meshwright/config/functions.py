@@ -1,8 +1,9 @@
-"""Import of functions that a configuration names as ``package.module:function``, and the place of errors in user code.
+"""Import of functions that a configuration names as ``package.module:function``,
+and the place of errors in user code.
 
-NOTE [import order]: installed packages are searched first and the working directory last. The working directory enters
-the search path only when a user's function is imported, so that no folder of it hides ``meshwright_models``; one that
-PYTHONPATH names does.
+NOTE [import order]: installed packages are searched first and the working directory last. The
+working directory enters the search path only when a user's function is imported, so that no folder
+of it hides ``meshwright_models``; one that PYTHONPATH names does.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ from meshwright.errors import UserError, reason_of
 from meshwright.system.packages import OWN_PACKAGES, own_code
 
 STANDARD = sysconfig.get_path("stdlib")
-OWN_BUILDERS = tuple(f"meshwright_models.{name}:build" for name in ("decoder", "gpt2", "llama", "t5"))
-"""Builders of meshwright itself: a configuration file of any origin may name them (run/trust.py)."""
+OWN_BUILDERS = tuple(
+    f"meshwright_models.{name}:build" for name in ("decoder", "gpt2", "llama", "t5")
+)
+"""Builders of meshwright itself: a configuration file
+of any origin may name them (run/trust.py).
+"""
 FORMER_BUILDERS = {
     former + path.removeprefix("meshwright_models"): path
     for path in OWN_BUILDERS
     for former in ("models", "meshwright.models")
 }
-"""Former names of these builders -> their present names. Configurations, runs and checkpoints may hold them."""
+"""Former names of these builders -> their present names. Configurations,
+runs and checkpoints may hold them.
+"""
 
 
 def directory_of(builder: str) -> Path | None:
@@ -45,7 +52,11 @@ def error_place(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
-    outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", STANDARD))]
+    outside = [
+        f
+        for f in frames
+        if "site-packages" not in f.filename and not f.filename.startswith(("<", STANDARD))
+    ]
     # this package traces the builder, so its frames may be innermost where a call fails
     own = own_code()
     user = [f for f in outside if not f.filename.startswith(own)] or outside
@@ -53,10 +64,11 @@ def error_place(error: BaseException) -> str:
 
 
 def current_name(path: str) -> str:
-    """Return the present name of a builder: ``meshwright.models.gpt2:build`` becomes ``meshwright_models.gpt2:build``.
+    """Return the present name of a builder: ``meshwright.models.gpt2:build`` becomes
+    ``meshwright_models.gpt2:build``.
 
-    A module ``models.gpt2`` of the user keeps its name, and the user's module is imported. A folder ``models/gpt2``
-    without code, such as one with weights, is no module.
+    A module ``models.gpt2`` of the user keeps its name, and the user's module is imported. A folder
+    ``models/gpt2`` without code, such as one with weights, is no module.
     """
     if path not in FORMER_BUILDERS:
         return path
@@ -66,11 +78,15 @@ def current_name(path: str) -> str:
 
 
 def is_own_builder(path: str) -> bool:
-    """Check whether a builder is one of meshwright's own: an exact name, or a scheme that runs no code of its path."""
+    """Check whether a builder is one of meshwright's own: an exact name,
+    or a scheme that runs no code of its path.
+    """
     return path in OWN_BUILDERS or is_own_scheme(path)
 
 
-def find_function(path: str, key: str, wanted: str, error_type: type[UserError]) -> Callable[..., Any]:
+def find_function(
+    path: str, key: str, wanted: str, error_type: type[UserError]
+) -> Callable[..., Any]:
     """Import ``package.module:function`` and return the function.
 
     The working directory is searched last (NOTE [import order]).
@@ -82,7 +98,8 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
         error_type: Type of the error.
 
     Raises:
-        error_type: The module or function does not exist, or the module's import fails; the text contains the reason.
+        error_type: The module or function does not exist, or the module's import fails; the text
+            contains the reason.
     """
     module_name, _, function_name = path.partition(":")
     package = module_name.partition(".")[0]
@@ -104,7 +121,8 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
     except BaseException as error:
         raise error_type(
             "MW-CONFIG-009",
-            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}: {reason_of(error)}",
+            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}:"
+            f" {reason_of(error)}",
         ) from error
     try:
         function = getattr(module, function_name, None)
@@ -113,21 +131,33 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
     except BaseException as error:
         raise error_type(
             "MW-CONFIG-080",
-            f"{key} = {path!r}: {module_name} fails when asked for {function_name} (its __getattr__)"
-            f"{error_place(error)}: {reason_of(error)}; define the function itself",
+            f"{key} = {path!r}: {module_name} fails when asked for {function_name} (its"
+            f" __getattr__){error_place(error)}: {reason_of(error)}; define the function itself",
         ) from error
     if not callable(function):
-        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        public = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_")
+        ]
         close = difflib.get_close_matches(function_name, public, 1)
-        hint = f"did you mean {module_name}:{close[0]}?" if close else _hidden(package) or f"name {wanted}"
-        raise error_type("MW-CONFIG-010", f"{key} = {path!r}: {module_name} has no function {function_name}; {hint}")
+        if close:
+            hint = f"did you mean {module_name}:{close[0]}?"
+        else:
+            hint = _hidden(package) or f"name {wanted}"
+        raise error_type(
+            "MW-CONFIG-010",
+            f"{key} = {path!r}: {module_name} has no function {function_name}; {hint}",
+        )
     return function  # type: ignore[no-any-return]
 
 
 def find_source(path: str) -> str | None:
-    """Return the file that ``package.module:function`` would be imported from, or None when no such module is found.
+    """Return the file that ``package.module:function`` would be imported from,
+    or None when no such module is found.
 
-    The search order is that of :func:`find_function`. Nothing is executed, not even the packages around a module.
+    The search order is that of :func:`find_function`. Nothing is executed, not even the packages
+    around a module.
     """
     parts = path.partition(":")[0].split(".")
     if parts[0] in OWN_PACKAGES:
@@ -166,7 +196,9 @@ def _folders(spec: ModuleSpec) -> list[str]:
 
 
 def _find_own(module: str) -> str | None:
-    """Return the file of a module of meshwright. Finding it imports meshwright's packages around it."""
+    """Return the file of a module of meshwright.
+    Finding it imports meshwright's packages around it.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:
@@ -183,7 +215,9 @@ def _working_directory() -> list[Path]:
 
 
 def _append_working_directory() -> None:
-    sys.path.extend(str(folder) for folder in _working_directory() if not {"", str(folder)} & set(sys.path))
+    sys.path.extend(
+        str(folder) for folder in _working_directory() if not {"", str(folder)} & set(sys.path)
+    )
 
 
 def _renamed(module: str | None) -> str | None:
@@ -193,7 +227,9 @@ def _renamed(module: str | None) -> str | None:
 
 
 def _hidden(package: str) -> str | None:
-    """Return advice for a module in the working directory that an installed package hides, or None."""
+    """Return advice for a module in the working directory that an installed package hides,
+    or None.
+    """
     source = find_source(f"{package}:")
     for folder in _working_directory():
         hidden = [path for path in (folder / package, folder / f"{package}.py") if path.exists()]

@@ -29,13 +29,19 @@ OPEN_VALUE = "SET-ME"
 def find_open(value: Any, path: Path) -> list[Path]:
     """Return the paths of placeholders (OPEN_VALUE) in a value, also inside tables and lists."""
     if isinstance(value, dict):
-        return [found for name, inner in value.items() for found in find_open(inner, (*path, str(name)))]
-    is_open = value == OPEN_VALUE or (isinstance(value, list) and any(find_open(inner, path) for inner in value))
+        return [
+            found for name, inner in value.items() for found in find_open(inner, (*path, str(name)))
+        ]
+    is_open = value == OPEN_VALUE or (
+        isinstance(value, list) and any(find_open(inner, path) for inner in value)
+    )
     return [path] if is_open else []
 
 
 def flatten(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested tables: ``{"a": {"b": 1}}`` -> ("a.b", 1). An empty table counts as a value."""
+    """Flatten nested tables: ``{"a": {"b": 1}}`` -> ("a.b", 1).
+    An empty table counts as a value.
+    """
     for name, value in table.items():
         key = f"{above}{name}"
         if isinstance(value, dict) and value:
@@ -62,7 +68,11 @@ SECTIONS = MappingProxyType(_sections())
 
 
 def _keys() -> dict[Path, FieldInfo]:
-    return {(name, key): field for name, section in SECTIONS.items() for key, field in section.model_fields.items()}
+    return {
+        (name, key): field
+        for name, section in SECTIONS.items()
+        for key, field in section.model_fields.items()
+    }
 
 
 KEYS = MappingProxyType(_keys())
@@ -70,7 +80,9 @@ KEYS = MappingProxyType(_keys())
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """Return the alternatives of a union without their ``Annotated``: ``PositiveInt | None`` -> ``[int, NoneType]``."""
+    """Return the alternatives of a union without their ``Annotated``:
+    ``PositiveInt | None`` -> ``[int, NoneType]``.
+    """
     origin = get_origin(annotation)
     if origin is Annotated:
         return _kinds(get_args(annotation)[0])
@@ -80,7 +92,9 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def accepts_type(key: Path, kind: type) -> bool:
-    """Return True when a key accepts values of a plain type, such as ``bool``, ``str``, ``dict`` or ``NoneType``."""
+    """Return True when a key accepts values of a plain type, such as ``bool``, ``str``,
+    ``dict`` or ``NoneType``.
+    """
     kinds = _kinds(KEYS[key].annotation)
     return any((get_origin(k) or k) is kind for k in kinds)
 
@@ -88,7 +102,13 @@ def accepts_type(key: Path, kind: type) -> bool:
 def choices(key: Path) -> list[str]:
     """Return the literal words that a key accepts; empty when it accepts none."""
     kinds = _kinds(KEYS[key].annotation)
-    words = [word for k in kinds if get_origin(k) is Literal for word in get_args(k) if isinstance(word, str)]
+    words = [
+        word
+        for k in kinds
+        if get_origin(k) is Literal
+        for word in get_args(k)
+        if isinstance(word, str)
+    ]
     return [*words, "true", "false"] if bool in kinds else words
 
 
@@ -97,7 +117,9 @@ def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
     for constraint in metadata:
         if isinstance(constraint, Gt):
             # For whole numbers "greater than 0" is "at least 1", which reads better.
-            parts.append("at least 1" if whole and constraint.gt == 0 else f"greater than {constraint.gt}")
+            parts.append(
+                "at least 1" if whole and constraint.gt == 0 else f"greater than {constraint.gt}"
+            )
         elif isinstance(constraint, Ge):
             parts.append(f"at least {constraint.ge}")
         elif isinstance(constraint, Lt):
@@ -107,7 +129,9 @@ def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
         elif isinstance(constraint, MultipleOf):
             parts.append(f"a multiple of {constraint.multiple_of}")
         elif isinstance(constraint, FieldInfo):  # Field(...) inside Annotated
-            parts.extend(filter(None, [_bounds(constraint.metadata, whole=whole).removeprefix(", ")]))
+            parts.extend(
+                filter(None, [_bounds(constraint.metadata, whole=whole).removeprefix(", ")])
+            )
     return ", " + " and ".join(parts) if parts else ""
 
 
@@ -133,7 +157,9 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def describe_allowed(key: Path) -> str:
-    """Describe the allowed values of a key: ``("parallel", "pp")`` -> "a whole number, at least 1"."""
+    """Describe the allowed values of a key: ``("parallel", "pp")`` -> "a whole number,
+    at least 1".
+    """
     field = KEYS[key]
     return field.description or _describe(field.annotation, field.metadata)
 
@@ -149,7 +175,11 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
         given = {name: part for name, part in value.items() if part is not None}
-        return "{" + ", ".join(f"{toml_name(name)} = {toml_value(part)}" for name, part in given.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{toml_name(name)} = {toml_value(part)}" for name, part in given.items())
+            + "}"
+        )
     return "none" if value is None else str(value)
 
 
@@ -165,7 +195,9 @@ def format_value(value: Any) -> str:
 
 
 def null_problem(path: Path, value: Any, place: str) -> ConfigError | None:
-    """Return the error for a null inside a list, which TOML cannot write, or None. ``path``: key of the value."""
+    """Return the error for a null inside a list, which TOML cannot write, or None. ``path``:
+    key of the value.
+    """
     if isinstance(value, dict):
         inner = (null_problem((*path, str(name)), part, place) for name, part in value.items())
         return next(filter(None, inner), None)
@@ -174,8 +206,8 @@ def null_problem(path: Path, value: Any, place: str) -> ConfigError | None:
     if any(part is None for part in value):
         return ConfigError(
             "MW-CONFIG-056",
-            f"{place}: {'.'.join(path)} has a null inside a list, and TOML has no null: leave the element out, or use "
-            f"a value that the builder takes for it",
+            f"{place}: {'.'.join(path)} has a null inside a list, and TOML has no null: leave the"
+            " element out, or use a value that the builder takes for it",
         )
     return next(filter(None, (null_problem(path, part, place) for part in value)), None)
 
@@ -204,8 +236,8 @@ def _similar(one: str, other: str) -> float:
 def nearest_keys(path: Path) -> list[str]:
     """Return the dotted keys closest to an unknown one, best first; usually one or none.
 
-    In this order: the same key with other case or dashes; the same last word in another section; a similar word in the
-    same section; a similar word anywhere.
+    In this order: the same key with other case or dashes; the same last word in another section; a
+    similar word in the same section; a similar word anywhere.
     """
     dotted = {".".join(key): key for key in KEYS}
     exact = [name for name in dotted if fold(name) == fold(".".join(path))]
@@ -236,7 +268,11 @@ def find_hint(path: Path) -> Hint:
     """Return the help for an unknown key."""
     own_name = own_name_of(path)
     if own_name is not None:
-        return Hint(f"; here this is {own_name}", tuple(key for key in KEYS if ".".join(key) in own_name), own_name)
+        return Hint(
+            f"; here this is {own_name}",
+            tuple(key for key in KEYS if ".".join(key) in own_name),
+            own_name,
+        )
     near = nearest_keys(path)
     text = f"; did you mean {' or '.join(near)}?" if near else ""
     return Hint(text, tuple(split(name) for name in near), None)

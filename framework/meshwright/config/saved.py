@@ -1,4 +1,6 @@
-"""Configuration files of a run directory: ``resolved.json`` for programs, ``config.toml`` for people."""
+"""Configuration files of a run directory: ``resolved.json`` for programs,
+``config.toml`` for people.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import json
 from pathlib import Path
 
 from meshwright.config.keys import format_value, null_problem, toml_name, toml_value
-from meshwright.config.loading import arrange, validate
+from meshwright.config.loading import KEY_CHECKS, Loading, run_checks
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import leaves
 from meshwright.errors import ConfigError
@@ -14,14 +16,16 @@ from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import MIB, check_values, parse_json, read_text
 
 FORMAT = 1
-"""Version of the format of ``resolved.json``; files without one have it too. It rises when an older reader could
-misinterpret a newer file."""
+"""Version of the format of ``resolved.json``; files without one have it too. It rises when an older
+reader could misinterpret a newer file.
+"""
 
 
 def parse(text: str, place: str = "resolved configuration") -> RunConfig:
     """Parse the configuration that :func:`dump` wrote. ``place`` names the text in errors.
 
-    Checks each key by itself, not the rules between keys: a configuration made in code may break them.
+    Checks each key by itself, not the rules between keys: a configuration made in code may break
+    them.
     """
     try:
         document = parse_json(text)
@@ -33,20 +37,17 @@ def parse(text: str, place: str = "resolved configuration") -> RunConfig:
     if not isinstance(document, dict):
         raise ConfigError(
             "MW-CONFIG-025",
-            f"{place}: {format_value(document)} is not a configuration: a JSON object of sections is needed",
+            f"{place}: {format_value(document)} is not a configuration: a JSON object of sections"
+            " is needed",
         )
     written = document.pop("format", FORMAT)
     if written != FORMAT:
         raise ConfigError(
             "MW-CONFIG-082",
-            f"{place}: format = {format_value(written)}, this meshwright reads {FORMAT}: use the meshwright that "
-            f"wrote it, or its config.toml",
+            f"{place}: format = {format_value(written)}, this meshwright reads {FORMAT}: use the"
+            " meshwright that wrote it, or its config.toml",
         )
-    arranged = arrange(list(leaves(document, place)))
-    config = validate(arranged)
-    if arranged.problems:
-        raise ConfigError.join(arranged.problems)
-    return config
+    return run_checks(Loading(list(leaves(document, place)), place), KEY_CHECKS)
 
 
 def read_resolved(path: Path) -> RunConfig:
@@ -58,15 +59,20 @@ def read_resolved(path: Path) -> RunConfig:
     try:
         return parse(read_text(path, MIB), str(path))
     except OSError as error:
-        raise ConfigError("MW-CONFIG-026", f"{path}: cannot be read ({error.strerror or error})") from None
+        raise ConfigError(
+            "MW-CONFIG-026", f"{path}: cannot be read ({error.strerror or error})"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            "MW-CONFIG-027", f"{path}: not UTF-8 (byte {error.start}); write it again from its TOML file"
+            "MW-CONFIG-027",
+            f"{path}: not UTF-8 (byte {error.start}); write it again from its TOML file",
         ) from None
 
 
 def dump(config: RunConfig) -> str:
-    """Return the JSON for ``resolved.json``: every key, defaults included. :func:`parse` returns an equal object."""
+    """Return the JSON for ``resolved.json``: every key, defaults included.
+    :func:`parse` returns an equal object.
+    """
     return json.dumps({"format": FORMAT, **config.model_dump()}, indent=2, allow_nan=False) + "\n"
 
 
@@ -88,9 +94,17 @@ def to_toml(config: RunConfig) -> str:
         raise problem
     parts: list[str] = []
     for section, table in config.model_dump(exclude_defaults=True, exclude_none=True).items():
-        inner = {f"{section}.{name}": value for name, value in table.items() if value and isinstance(value, dict)}
+        inner = {
+            f"{section}.{name}": value
+            for name, value in table.items()
+            if value and isinstance(value, dict)
+        }
         own = {name: value for name, value in table.items() if f"{section}.{name}" not in inner}
         for heading, rows in {section: own, **inner}.items():
-            lines = [f"{toml_name(name)} = {toml_value(value)}" for name, value in rows.items() if value is not None]
+            lines = [
+                f"{toml_name(name)} = {toml_value(value)}"
+                for name, value in rows.items()
+                if value is not None
+            ]
             parts += ["\n".join([f"[{heading}]", *lines, ""])] if lines else []
     return "\n".join(parts)

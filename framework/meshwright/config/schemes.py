@@ -1,6 +1,8 @@
-"""Schemes of ``model.builder``: ``SCHEME:PLACE`` instead of a function, such as ``hf:DIRECTORY``. No torch.
+"""Schemes of ``model.builder``: ``SCHEME:PLACE`` instead of a function, such as ``hf:DIRECTORY``.
+No torch.
 
-A package adds one by an entry point of the group ``meshwright.schemes``: the scheme's name, and a module with
+A package adds one by an entry point of the group ``meshwright.schemes``: the scheme's name, and a
+module with
 
     builder(place) -> function that builds the model        vocabulary(place) -> its vocabulary size, or None
 """
@@ -11,9 +13,13 @@ import functools
 from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
-from meshwright.system.packages import entries_of, is_own_entry
+from meshwright.system.packages import entries_of, is_own_package
 
 GROUP = "meshwright.schemes"
+OWN_SCHEMES = ("hf",)
+"""Schemes that meshwright's packages register. They are schemes where these are not installed, too:
+else a file ``hf.py`` in the working directory would be imported.
+"""
 
 
 class Scheme(NamedTuple):
@@ -21,7 +27,9 @@ class Scheme(NamedTuple):
 
     place: str
     module: str
-    """Module with the scheme's functions ``builder`` and ``vocabulary``. It is not imported here."""
+    """Module with the scheme's functions ``builder`` and ``vocabulary``.
+    It is not imported here.
+    """
 
 
 @functools.cache
@@ -38,11 +46,14 @@ def scheme_of(builder: str) -> Scheme | None:
 
 
 def is_own_scheme(builder: str) -> bool:
-    """Return whether a builder's scheme is of this distribution. Such a one runs no code of its place."""
-    return scheme_of(builder) is not None and is_own_entry(_entries()[builder.partition(":")[0]])
+    """Return whether a builder's scheme is one of meshwright's packages.
+
+    Such a scheme runs no code of its place, and its place holds the weights.
+    """
+    scheme = scheme_of(builder)
+    return scheme is not None and is_own_package(scheme.module)
 
 
 def is_scheme(builder: str) -> bool:
-    """Return whether a builder has the form of a scheme; ``hf:`` has it also where its package is not installed."""
-    # else a file hf.py in the working directory would be imported
-    return builder.startswith("hf:") or scheme_of(builder) is not None
+    """Return whether a builder has the form of a scheme."""
+    return builder.partition(":")[0] in OWN_SCHEMES or scheme_of(builder) is not None

@@ -1,11 +1,12 @@
-"""Keys given by the user in a TOML file and on the command line, as one flat list: key, value, place.
+"""Keys given by the user in a TOML file and on the command line, as one flat list: key, value,
+place.
 
-Only syntax errors are reported here. ``loading.py`` reports unknown keys and values that are not allowed, for both
-sources alike.
+Only syntax errors are reported here. ``loading.py`` reports unknown keys, and ``value_checks.py``
+values that are not allowed, for both sources alike.
 
-Values of options such as ``model.options`` are written to many places, where secrets must not appear. An option is
-refused as a secret by its name or its form, and any value that is a URL with a password or token:
-:mod:`meshwright.system.secret_text`.
+Values of options such as ``model.options`` are written to many places, where secrets must not
+appear. An option is refused as a secret by its name or its form, and any value that is a URL with a
+password or token: :mod:`meshwright.system.secret_text`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any, NamedTuple
 from meshwright.config.keys import KEYS, SECTIONS, Path, accepts_type, split
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
-from meshwright.system.secret_text import SECRET_WORDS, has_secret, hide_secrets, is_secret_name, split_name
+from meshwright.system.secret_text import (
+    SECRET_WORDS,
+    has_secret,
+    hide_secrets,
+    is_secret_name,
+    split_name,
+)
 
 COMMAND_LINE = "command line"
 _HEADER = re.compile(r"\s*\[([\w.\-\"\s]+)\]\s*(#.*)?$")
@@ -55,7 +62,9 @@ class KeySource(NamedTuple):
 
 
 def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[GivenKey]:
-    """Yield the keys of a document. A table at a key of the schema (``model.options``) is one value."""
+    """Yield the keys of a document. A table at a key of the schema (``model.options``)
+    is one value.
+    """
     for name, value in table.items():
         below = (*path, name)
         if not isinstance(value, dict) or below in KEYS:
@@ -69,11 +78,17 @@ def leaves(table: dict[str, Any], place: str, path: Path = ()) -> Iterator[Given
 def _no_such_file(path: File) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"{path}: there is no such file, nor the folder {folder}: name a TOML file, as in configs/demo.toml"
+        return (
+            f"{path}: there is no such file, nor the folder {folder}: name a TOML file, as in"
+            " configs/demo.toml"
+        )
     stems = sorted(entry.stem for entry in folder.iterdir() if entry.suffix == ".toml")
     close = get_close_matches(path.stem, stems, n=3)
     if close:
-        return f"{path}: there is no such file; did you mean {' or '.join(f'{folder / stem}.toml' for stem in close)}?"
+        return (
+            f"{path}: there is no such file; did you mean"
+            f" {' or '.join(f'{folder / stem}.toml' for stem in close)}?"
+        )
     listed = ", ".join(f"{stem}.toml" for stem in stems[:8]) + (", ..." if len(stems) > 8 else "")
     return f"{path}: there is no such file; in {folder} there is {listed or 'no TOML file'}"
 
@@ -93,7 +108,9 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
 
 
 def read_file(path: File) -> KeySource:
-    """Read the keys of a TOML file. For a file that cannot be read, return a problem that names the next move."""
+    """Read the keys of a TOML file. For a file that cannot be read,
+    return a problem that names the next move.
+    """
     try:
         text = read_bytes(path, MAX_TOML_BYTES).decode()
         return KeySource(list(leaves(parse_toml(text), str(path))), [])
@@ -103,7 +120,8 @@ def read_file(path: File) -> KeySource:
         problem = ConfigError("MW-CONFIG-029", f"{path}: this is a folder; name a TOML file in it")
     except UnicodeDecodeError as error:
         problem = ConfigError(
-            "MW-CONFIG-030", f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is TOML"
+            "MW-CONFIG-030",
+            f"{path}: not a text file in UTF-8 (byte {error.start}); a configuration is TOML",
         )
     except ValueError as error:
         problem = ConfigError("MW-CONFIG-031", _syntax(path, text, error))
@@ -115,7 +133,8 @@ def read_file(path: File) -> KeySource:
 def toml_lines(text: str) -> dict[str, int]:
     """Return the line of each dotted key of a TOML file, from 1; tomllib does not provide it.
 
-    A look-alike inside a long string gives a wrong line. The keys of an inline table share the table's line.
+    A look-alike inside a long string gives a wrong line. The keys of an inline table share the
+    table's line.
     """
     found: dict[str, int] = {}
     section = ""
@@ -130,8 +149,9 @@ def toml_lines(text: str) -> dict[str, int]:
 def read_value(path: Path, text: str) -> Any:
     """Parse the value of an override as TOML, or else as bare text.
 
-    Three additions to TOML: a key that takes text takes ``2024`` as text, ``none`` unsets a key where it may be unset,
-    and an option in a table, such as ``model.options``, takes ``True`` and ``False``.
+    Three additions to TOML: a key that takes text takes ``2024`` as text, ``none`` unsets a key
+    where it may be unset, and an option in a table, such as ``model.options``, takes ``True`` and
+    ``False``.
     """
     if path in KEYS and accepts_type(path, type(None)) and text.lower() in ("none", "null"):
         return None
@@ -140,14 +160,20 @@ def read_value(path: Path, text: str) -> Any:
     except ValueError:
         return text == "True" if path not in KEYS and text in ("True", "False") else text
     value = document["value"]
-    only_text = path in KEYS and accepts_type(path, str) and not (accepts_type(path, list) and isinstance(value, list))
+    only_text = (
+        path in KEYS
+        and accepts_type(path, str)
+        and not (accepts_type(path, list) and isinstance(value, list))
+    )
     if len(document) > 1 or (only_text and not isinstance(value, str)):
         return text
     return value
 
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
-    """Parse ``--a.b=v``, ``--a.b v`` and ``--a.b`` as (name, text). A bare str is a word that belongs to no key."""
+    """Parse ``--a.b=v``, ``--a.b v`` and ``--a.b`` as (name, text).
+    A bare str is a word that belongs to no key.
+    """
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -163,7 +189,9 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
 
 
 def given_keys(overrides: Sequence[str]) -> dict[Path, Any]:
-    """Return the keys of a command line, each with its last value; words that are not keys are left out."""
+    """Return the keys of a command line, each with its last value;
+    words that are not keys are left out.
+    """
     return {given.path: given.value for given in read_overrides(overrides).given}
 
 
@@ -176,7 +204,8 @@ def read_overrides(words: Sequence[str]) -> KeySource:
             hint = f"; did you mean --{like}?" if "=" in like and not like.startswith("=") else ""
             source.problems.append(
                 ConfigError(
-                    "MW-CONFIG-033", f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{hint}"
+                    "MW-CONFIG-033",
+                    f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{hint}",
                 )
             )
             continue
@@ -203,7 +232,11 @@ def find_secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]
         yield from sorted(found)
     elif value not in (None, "") and not isinstance(value, bool):
         is_text = isinstance(value, str)
-        named = [name for name in path[2:] if is_secret_name(name) and (is_text or SECRET_WORDS & {*split_name(name)})]
+        named = [
+            name
+            for name in path[2:]
+            if is_secret_name(name) and (is_text or SECRET_WORDS & {*split_name(name)})
+        ]
         if named or (is_text and has_secret(value)):
             yield path
 
@@ -213,12 +246,15 @@ def secret_message(path: tuple[str, ...], place: str) -> str:
     name = ".".join(path)
     if path[1:2] != ("options",):
         return (
-            f"{place}: {name} has a URL with a password or a token, and the configuration is written to config.toml, "
-            f"resolved.json, checkpoints and wandb: leave the password out of it"
+            f"{place}: {name} has a URL with a password or a token, and the configuration is"
+            " written to config.toml, resolved.json, checkpoints and wandb: leave the password out"
+            " of it"
         )
     variable = "_".join(split_name(path[-1])).upper()
     return (
-        f"{place}: {name} looks like a secret, and options are written to config.toml, resolved.json, checkpoints and "
-        f'wandb: leave it out, and read it in {path[0]}.builder from an environment variable (os.environ["'
+        f"{place}: {name} looks like a secret, and options are written to config.toml,"
+        " resolved.json, checkpoints and "
+        f"wandb: leave it out, and read it in {path[0]}.builder from an environment variable"
+        ' (os.environ["'
         f'{variable}"]); if it is none, give it another name'
     )

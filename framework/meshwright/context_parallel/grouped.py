@@ -1,13 +1,15 @@
-"""Attention with cp_exchange = "keys", group of heads by group: gather the group's keys, attend, release them.
+"""Attention with cp_exchange = "keys", group of heads by group: gather the group's keys, attend,
+release them.
 
     forward     gather k, v of group 0 | of group 1 ...             on the wire, meanwhile
                                        | attend with group 0 | attend with group 1 ...
     backward    gather the group again | reduce-scatter the gradients of the group before
                                        | attend again, block of queries by block, and its backward
 
-Saved for backward are this rank's queries, keys and values. At most two groups' keys and values of all tokens are in
-memory, 2 x 2 B S G/n d b bytes for n groups of b-byte elements; in backward also the gradients of two. Heads are
-independent, so n does not affect numbers. With n = 1 the gathered keys and values are saved, and not gathered again.
+Saved for backward are this rank's queries, keys and values. At most two groups' keys and values of
+all tokens are in memory, 2 x 2 B S G/n d b bytes for n groups of b-byte elements; in backward also
+the gradients of two. Heads are independent, so n does not affect numbers. With n = 1 the gathered
+keys and values are saved, and not gathered again.
 
 A core takes part if it has a method ``query_blocks``, see :meth:`GroupedAttention.blocks`.
 
@@ -43,61 +45,94 @@ BLOCKS = "query_blocks"
 def num_groups(cp: int, num_heads: int, num_kv_heads: int, wanted: int | None = None) -> int:
     """Return n, the number of groups of heads; 0 if ``wanted`` does not divide the key-value heads.
 
-    ``wanted``: ``parallel.cp_head_groups``. None: the smallest divisor n of G with which the gathered keys of a group
+    ``wanted``: ``parallel.cp_head_groups``. None: the smallest divisor n of G with which the
+        gathered keys of a group
     have no more elements than this rank's queries, S G/n d <= S/cp H d; G if there is none.
     """
-    divisors = [each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
+    divisors = [number for number in range(1, num_kv_heads + 1) if num_kv_heads % number == 0]
     if wanted is not None:
         return wanted if wanted in divisors else 0
-    return next(each for each in divisors if each * num_heads >= cp * num_kv_heads or each == num_kv_heads)
+    return next(
+        number
+        for number in divisors
+        if number * num_heads >= cp * num_kv_heads or number == num_kv_heads
+    )
 
 
 class GroupedAttention:
-    """Replacement of an attention core's forward that gathers keys group by group, instead of all before the call."""
+    """Replacement of an attention core's forward that gathers keys group by group,
+    instead of all before the call.
+    """
 
     def __init__(
-        self, name: str, forward: Callable[..., Tensor], blocks: Callable[..., Any], cut: TokenCut, wanted: int | None
+        self,
+        name: str,
+        forward: Callable[..., Tensor],
+        blocks: Callable[..., Any],
+        cut: TokenCut,
+        wanted: int | None,
     ) -> None:
-        """Wrap two methods of the core ``name``: forward, and ``query_blocks``. ``wanted``: see :func:`num_groups`."""
-        self._name, self._forward, self._query_blocks, self._cut, self._wanted = name, forward, blocks, cut, wanted
+        """Wrap two methods of the core ``name``: forward, and ``query_blocks``.
+
+        ``wanted``: see :func:`num_groups`.
+        """
+        self._name = name
+        self._forward = forward
+        self._query_blocks = blocks
+        self._cut = cut
+        self._wanted = wanted
 
     def __repr__(self) -> str:
         return f"GroupedAttention({self._wanted})"  # layers with equal attributes are alike
 
-    def blocks(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any) -> list[slice] | None:
-        """Return the blocks of queries with which the core is called; None: it needs all queries and heads at once.
+    def blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any
+    ) -> list[slice] | None:
+        """Return the blocks of queries with which the core is called; None:
+        it needs all queries and heads at once.
 
-        The core's ``query_blocks`` takes the arguments of its forward, with this rank's keys, and the keywords
-        ``places`` and ``length`` (S). Its forward must give the same numbers for a subset of heads and a block of
-        queries. Only queries, keys and values may need gradients.
+        The core's ``query_blocks`` takes the arguments of its forward, with this rank's keys, and
+        the keywords ``places`` and ``length`` (S). Its forward must give the same numbers for a
+        subset of heads and a block of queries. Only queries, keys and values may need gradients.
         """
-        found: list[slice] | None = self._query_blocks(
-            q, k, v, *others, places=self._cut.positions(q.device), length=self._cut.length, **kwargs
+        blocks: list[slice] | None = self._query_blocks(
+            q,
+            k,
+            v,
+            *others,
+            places=self._cut.positions(q.device),
+            length=self._cut.length,
+            **kwargs,
         )
-        return found
+        return blocks
 
     def num_groups(self, q: Tensor, k: Tensor) -> int:
-        """Return the number of groups of heads for queries (B, H, ..) and keys (B, G, ..) of this rank.
+        """Return the number of groups of heads for queries (B, H, ..) and keys (B, G, ..)
+        of this rank.
 
         Raises:
             ModelError: ``parallel.cp_head_groups`` does not divide the key-value heads.
         """
-        found = num_groups(self._cut.group.size, q.shape[1], k.shape[1], self._wanted)
-        if not found:
+        number = num_groups(self._cut.group.size, q.shape[1], k.shape[1], self._wanted)
+        if not number:
             raise ModelError(
                 "MW-CP-014",
-                f"{self._name}: parallel.cp_head_groups = {self._wanted} does not divide the {k.shape[1]} key-value "
-                f"heads of a tensor-parallel rank: use one of their divisors, or leave the key out",
+                f"{self._name}: parallel.cp_head_groups = {self._wanted} does not divide the"
+                f" {k.shape[1]} key-value heads of a tensor-parallel rank: use one of their"
+                " divisors, or leave the key out",
             )
-        return found
+        return number
 
     def recomputes(self, *args: Any, **kwargs: Any) -> bool:
-        """Return True if backward computes this call again by itself, so that recompute need not wrap it."""
+        """Return True if backward computes this call again by itself,
+        so that recompute need not wrap it.
+        """
         return PLACES not in kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-        """Attend: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d). Collective over cp; blocks.
+        """Attend: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d).
+        Collective over cp; blocks.
 
         With the keyword ``places``, k and v are already gathered, (B, G, S, d): no communication.
         """
@@ -106,9 +141,11 @@ class GroupedAttention:
         cut, blocks = self._cut, self.blocks(q, k, v, *others, **kwargs)
         assert blocks is not None
         places, joined = cut.positions(q.device), cut.from_ranks(q.device)
-        call = _Call(self._forward, others, kwargs, blocks, self.num_groups(q, k), cut, places, joined)
-        found: Tensor = _AttendByGroup.apply(q, k, v, call)  # type: ignore[no-untyped-call]
-        return found
+        call = _Call(
+            self._forward, others, kwargs, blocks, self.num_groups(q, k), cut, places, joined
+        )
+        mixed: Tensor = _AttendByGroup.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return mixed
 
 
 class _Call(NamedTuple):
@@ -124,33 +161,38 @@ class _Call(NamedTuple):
     joined: Tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: slice) -> Tensor:
-        """Attend with a block of queries of some heads: (B, H/n, Q, d), k and v (B, G/n, S, d) -> (B, H/n, Q, d)."""
+        """Attend with a block of queries of some heads: (B, H/n, Q, d), k and v (B, G/n, S, d)
+        -> (B, H/n, Q, d).
+        """
         return self.forward(q, k, v, *self.others, **self.kwargs, places=self.places[:, block])
 
     def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (group, keys, values) with k and v (B, G/n, S, d); the all-gather of the next group overlaps.
+        """Yield (group, keys, values) with k and v (B, G/n, S, d);
+        the all-gather of the next group overlaps.
 
         The caller deletes its references before the next iteration (``enumerate`` would hold some).
         """
         ks, vs = k.chunk(self.groups, 1), v.chunk(self.groups, 1)
         ahead = KeyGathering(ks[0], vs[0], self.cut, self.joined)
         for group in range(self.groups):
-            found = ahead.wait()
+            keys = ahead.wait()
             if group + 1 < self.groups:
                 ahead = KeyGathering(ks[group + 1], vs[group + 1], self.cut, self.joined)
-            yield group, *found
-            del found  # before the next group's are put in order
+            yield group, *keys
+            del keys  # before the next group's are put in order
 
 
 class _AttendByGroup(torch.autograd.Function):
-    """Attention by groups of heads: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d)."""
+    """Attention by groups of heads: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp,
+    d).
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         out: Tensor | None = None
-        kept: tuple[Tensor, ...] = ()
+        saved_keys: tuple[Tensor, ...] = ()
         for group, all_k, all_v in call.gathered(k, v):
-            kept = (all_k, all_v) if call.groups == 1 else ()
+            saved_keys = (all_k, all_v) if call.groups == 1 else ()
             for block in call.blocks:
                 mixed = call.attend(_of_group(q, group, call)[:, :, block], all_k, all_v, block)
                 if out is None:
@@ -158,7 +200,7 @@ class _AttendByGroup(torch.autograd.Function):
                 _of_group(out, group, call)[:, :, block] = mixed
             del all_k, all_v
         assert out is not None
-        ctx.save_for_backward(q, *(kept or (k, v)))
+        ctx.save_for_backward(q, *(saved_keys or (k, v)))
         ctx.call, ctx.modes = call, _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         return out
 
@@ -179,30 +221,44 @@ class _AttendByGroup(torch.autograd.Function):
             del sums
         if waiting is not None:
             parts.append(waiting.wait())
-        dk, dv = (torch.cat(each, 1) for each in zip(*parts, strict=True)) if parts else (None, None)
-        return dq, dk, dv, None
+        if not parts:
+            return dq, None, None, None
+        dk_parts, dv_parts = zip(*parts, strict=True)
+        return dq, torch.cat(dk_parts, 1), torch.cat(dv_parts, 1), None
 
 
 def _backward_of_group(
-    ctx: Any, q: Tensor, keys: tuple[Tensor, Tensor], gradient: Tensor, dq: Tensor | None, group: int
+    ctx: Any,
+    q: Tensor,
+    keys: tuple[Tensor, Tensor],
+    gradient: Tensor,
+    dq: Tensor | None,
+    group: int,
 ) -> tuple[Tensor, Tensor]:
-    """Recompute a group's attention block by block; return the gradients of its keys and values, (B, G/n, S, d) each.
+    """Recompute a group's attention block by block; return the gradients of its keys and values,
+    (B, G/n, S, d) each.
 
-    ``dq``: (B, H, S/cp, d), filled for these heads. Blocks add up in the order of autograd: the last one first.
+    ``dq``: (B, H, S/cp, d), filled for these heads. Blocks add up in the order of autograd: the
+        last one first.
     """
     call: _Call = ctx.call
-    all_k, all_v = (each.detach().requires_grad_() for each in keys)
+    all_k, all_v = (tensor.detach().requires_grad_() for tensor in keys)
     sums: list[Tensor] = []
     for block in reversed(call.blocks):
         of_block = _of_group(q, group, call)[:, :, block].detach().requires_grad_(dq is not None)
         with torch.enable_grad(), _entered(ctx.modes):
             mixed = call.attend(of_block, all_k, all_v, block)
         wanted = [*([] if dq is None else [of_block]), all_k, all_v]
-        found = list(torch.autograd.grad(mixed, wanted, _of_group(gradient, group, call)[:, :, block]))
+        gradients = list(
+            torch.autograd.grad(mixed, wanted, _of_group(gradient, group, call)[:, :, block])
+        )
         del mixed
         if dq is not None:
-            _of_group(dq, group, call)[:, :, block] = found.pop(0)
-        sums = [total.add_(each) for total, each in zip(sums, found, strict=True)] if sums else found
+            _of_group(dq, group, call)[:, :, block] = gradients.pop(0)
+        if sums:
+            sums = [total.add_(tensor) for total, tensor in zip(sums, gradients, strict=True)]
+        else:
+            sums = gradients
     return sums[0], sums[1]
 
 
@@ -214,7 +270,9 @@ def _of_group(whole: Tensor, group: int, call: _Call) -> Tensor:
 
 @contextmanager
 def _entered(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Enter the function modes that were active in forward: on CUDA autograd's thread runs backward without them."""
+    """Enter the function modes that were active in forward:
+    on CUDA autograd's thread runs backward without them.
+    """
     now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
         for mode in modes:

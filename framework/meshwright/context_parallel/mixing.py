@@ -1,10 +1,12 @@
-"""Search for layers that mix the tokens of a sample outside of attention cores, by one forward on the meta device.
+"""Search for layers that mix the tokens of a sample outside of attention cores,
+by one forward on the meta device.
 
-The samples of the search have p tokens per rank, for a prime p that divides no dim of a parameter: so a dim of p
-elements holds tokens. p is at most S/cp. If there is no such prime, a larger one is used, and a model that fails on
-longer samples is not searched. The aten operations listed here mix tokens if they contract, reduce, sort, shift or cut
-a dim of p elements, or make a second one; ``arange(p)`` counts a rank's own tokens. Other operations that are not
-pointwise are probed with random numbers (probe.py). Operations that gather by index, or have no CPU kernel, are missed.
+The samples of the search have p tokens per rank, for a prime p that divides no dim of a parameter:
+so a dim of p elements holds tokens. p is at most S/cp. If there is no such prime, a larger one is
+used, and a model that fails on longer samples is not searched. The aten operations listed here mix
+tokens if they contract, reduce, sort, shift or cut a dim of p elements, or make a second one;
+``arange(p)`` counts a rank's own tokens. Other operations that are not pointwise are probed with
+random numbers (probe.py). Operations that gather by index, or have no CPU kernel, are missed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,21 @@ SMALLEST, LARGEST = 10, 997
 """Bounds of the prime: above the first, at most the second."""
 CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
 ALONG_DIMS = (
-    *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "prod", "logsumexp"),
+    *(
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "var",
+        "std",
+        "var_mean",
+        "prod",
+        "logsumexp",
+    ),
     *(
         "any",
         "all",
@@ -59,15 +75,20 @@ def check_mixing(
 ) -> None:
     """Check that no layer mixes tokens outside of the modules named in ``planned``, on meta.
 
-    ``inputs``: of a micro-batch, on meta; tensors (B, S, ...). ``hooked``: modules whose hooks share the tokens, with
+    ``inputs``: of a micro-batch, on meta; tensors (B, S, ...). ``hooked``: modules whose hooks
+        share the tokens, with
     their kinds.
 
     Raises:
-        ModelError: the first operation that does, by its module; or a hooked module is never called.
+        ModelError: the first operation that does, by its module; or a hooked module is never
+            called.
     """
     model = meta_copy(model)  # the model's own buffers are real
     dims = {size for parameter in model.parameters() for size in parameter.shape}
-    sizes = (*range(min(cut.share, LARGEST), SMALLEST, -1), *range(max(cut.share, SMALLEST) + 1, LARGEST + 1))
+    sizes = (
+        *range(min(cut.share, LARGEST), SMALLEST, -1),
+        *range(max(cut.share, SMALLEST) + 1, LARGEST + 1),
+    )
     prime = next(p for p in sizes if _is_prime(p) and all(size % p for size in dims))
     whole, is_longer = prime * cut.group.size, prime > cut.share  # the cut has another share below
 
@@ -95,27 +116,35 @@ def check_mixing(
             if not is_longer:
                 raise
     if is_complete:
-        _check_called(builder, [name for name in hooked if id(model.get_submodule(name)) not in entered], hooked, cut)
+        _check_called(
+            builder,
+            [name for name in hooked if id(model.get_submodule(name)) not in entered],
+            hooked,
+            cut,
+        )
     if search.found is not None:
         where, operation = search.found
         raise ModelError(
             "MW-CP-009",
-            f"{builder}: {where} mixes or counts the tokens of a sample ({operation}) outside of an attention core of "
-            f"the sharding_plan, and with parallel.cp = {cut.group.size} it would see a rank's tokens alone: give it a "
-            f"kind in the plan if it is an attention core or indexed by position (docs/long-context.md), or use "
-            f"parallel.cp = 1",
+            f"{builder}: {where} mixes or counts the tokens of a sample ({operation}) outside of an"
+            f" attention core of the sharding_plan, and with parallel.cp = {cut.group.size} it"
+            " would see a rank's tokens alone: give it a kind in the plan if it is an attention"
+            " core or indexed by position (docs/long-context.md), or use parallel.cp = 1",
         )
 
 
-def _check_called(builder: str, idle: Sequence[str], kinds: Mapping[str, str], cut: TokenCut) -> None:
+def _check_called(
+    builder: str, idle: Sequence[str], kinds: Mapping[str, str], cut: TokenCut
+) -> None:
     """Refuse modules whose hooks share the tokens and that no layer calls."""
     if idle:
         raise ModelError(
             "MW-CP-017",
-            f"{builder}: {idle[0]} has the kind {kinds[idle[0]]!r} in the sharding_plan and is never called in "
-            f"training: with parallel.cp = {cut.group.size} the ranks share tokens by hooks on its calls, so that each "
-            f"would see its own tokens alone. Call the module (self.core(q, k, v), not self.core.forward and not a "
-            f"function in its place), or name the one that is called",
+            f"{builder}: {idle[0]} has the kind {kinds[idle[0]]!r} in the sharding_plan and is"
+            f" never called in training: with parallel.cp = {cut.group.size} the ranks share tokens"
+            " by hooks on its calls, so that each would see its own tokens alone. Call the module"
+            " (self.core(q, k, v), not self.core.forward and not a function in its place), or name"
+            " the one that is called",
         )
 
 
@@ -126,7 +155,9 @@ def _is_prime(number: int) -> bool:
 class _Enter:
     """Forward hooks of one module, which keep the stack of the modules whose forward runs."""
 
-    def __init__(self, inside: list[tuple[str, bool]], entered: set[int], name: str, *, is_planned: bool) -> None:
+    def __init__(
+        self, inside: list[tuple[str, bool]], entered: set[int], name: str, *, is_planned: bool
+    ) -> None:
         self._inside, self._entered, self._entry = inside, entered, (name, is_planned)
 
     def push(self, module: nn.Module, args: Any) -> None:
@@ -151,38 +182,57 @@ class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._probed: dict[object, bool] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         is_planned = any(planned for _, planned in self.inside)
         if self.found is None and not is_planned and self._mixes(func, args, kwargs or {}, output):
-            self.found = (self.inside[-1][0] if self.inside else "the model"), str(func.overloadpacket)
+            self.found = (
+                (self.inside[-1][0] if self.inside else "the model"),
+                str(func.overloadpacket),
+            )
         return output
 
     def _mixes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         name = func.overloadpacket.__name__.rstrip("_")
-        tokens, tensors = self._tokens, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        tokens = self._tokens
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if name in COUNTS:
-            return any(tuple(each.shape) == (tokens,) for each in outputs)
-        most = max((tuple(each.shape).count(tokens) for each in tensors), default=0)
+            return any(tuple(tensor.shape) == (tokens,) for tensor in outputs)
+        most = max((tuple(tensor.shape).count(tokens) for tensor in tensors), default=0)
         if not tensors or not most:
             return False
         first = tensors[0]
-        if any(tuple(each.shape).count(tokens) > max(most, 1) for each in outputs) or "scaled_dot_product" in name:
+        if (
+            any(tuple(tensor.shape).count(tokens) > max(most, 1) for tensor in outputs)
+            or "scaled_dot_product" in name
+        ):
             return True
         if name in CONTRACTIONS:
-            return any(each.shape[-1] == tokens for each in tensors[-2:-1]) or tensors[-1].shape[:-1][-1:] == (tokens,)
+            return any(tensor.shape[-1] == tokens for tensor in tensors[-2:-1]) or tensors[
+                -1
+            ].shape[:-1][-1:] == (tokens,)
         if name == "convolution":
             kernel = args[1].shape[2:]
-            return any(tokens <= size < 2 * tokens and k > 1 for size, k in zip(first.shape[2:], kernel, strict=True))
+            return any(
+                tokens <= size < 2 * tokens and k > 1
+                for size, k in zip(first.shape[2:], kernel, strict=True)
+            )
         if name == "slice" or name in ALONG_DIMS:
             return self._along(name, first, args, outputs[0])
         return name in NORMS or self._probe(func, args, kwargs, output)
 
     def _probe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         """Probe the operation, once for the same shapes."""
-        facts = tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        facts = tree_map(
+            lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf,
+            (args, kwargs),
+        )
         key = (func, repr(facts))
         if key not in self._probed:
             self._probed[key] = mixes_tokens(func, args, kwargs, output, self._tokens)

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 BY_DOCUMENTS = "documents"
-"""Order that depends on the documents of each sample; the other orders are the same for all samples."""
+"""Order that depends on the documents of each sample;
+the other orders are the same for all samples.
+"""
 BLOCK = 128
 """Most tokens of a block by default: :func:`documents` assigns tokens to ranks in blocks."""
 
@@ -32,38 +34,48 @@ def contiguous(length: int, cp: int) -> list[Places]:
 
 
 def zigzag(length: int, cp: int) -> list[Places]:
-    """Return two runs for each rank r, the r-th from the start and the r-th from the end: ``length / cp`` places."""
+    """Return two runs for each rank r, the r-th from the start and the r-th from the end:
+    ``length / cp`` places.
+    """
     share = length // cp
     early, late = share // 2, share - share // 2
     return [
-        (*range(rank * early, (rank + 1) * early), *range(length - (rank + 1) * late, length - rank * late))
+        (
+            *range(rank * early, (rank + 1) * early),
+            *range(length - (rank + 1) * late, length - rank * late),
+        )
         for rank in range(cp)
     ]
 
 
-def documents(length: int, cp: int, starts: Iterable[int] = (), block: int | None = None) -> list[Places]:
-    """Return equally many places for each rank, balanced by the keys that their queries see in their documents.
+def documents(
+    length: int, cp: int, starts: Iterable[int] = (), block: int | None = None
+) -> list[Places]:
+    """Return equally many places for each rank,
+    balanced by the keys that their queries see in their documents.
 
-    ``starts``: first places of the documents. ``block``: tokens per block; None: at most 128, and at least 8 blocks per
-    rank. A block is split if its rank has room for a part of it alone, because every rank gets ``length / cp`` tokens.
+    ``starts``: first places of the documents. ``block``: tokens per block; None: at most 128, and
+        at least 8 blocks per
+    rank. A block is split if its rank has room for a part of it alone, because every rank gets
+    ``length / cp`` tokens.
     """
     share = length // cp
     size = block or max(1, min(BLOCK, share // 8))
     keys = KeyCount(length, starts)
     blocks = [range(first, min(first + size, length)) for first in range(0, length, size)]
-    blocks.sort(key=lambda each: (-keys.seen_by(each), each.start))
-    loads = [(0, rank) for rank in range(cp)]
-    found: list[list[int]] = [[] for _ in range(cp)]
-    for each in blocks:
-        rest = each
+    blocks.sort(key=lambda run: (-keys.seen_by(run), run.start))
+    loads = [(0, rank) for rank in range(cp)]  # (keys seen so far, rank)
+    places_of: list[list[int]] = [[] for _ in range(cp)]
+    for rest in blocks:
         while rest:
             load, rank = heapq.heappop(loads)  # a full rank leaves the heap
-            taken = rest[: share - len(found[rank])]
-            found[rank] += taken
-            rest = rest[len(taken) :]
-            if len(found[rank]) < share:
-                heapq.heappush(loads, (load + keys.seen_by(taken), rank))
-    return [tuple(sorted(places)) for places in found]
+            places = places_of[rank]
+            part = rest[: share - len(places)]
+            places += part
+            rest = rest[len(part) :]
+            if len(places) < share:
+                heapq.heappush(loads, (load + keys.seen_by(part), rank))
+    return [tuple(sorted(places)) for places in places_of]
 
 
 ORDERS: dict[str, Callable[[int, int], list[Places]]] = {
@@ -71,11 +83,15 @@ ORDERS: dict[str, Callable[[int, int], list[Places]]] = {
     "zigzag": zigzag,
     BY_DOCUMENTS: documents,
 }
-"""Value of ``parallel.cp_order`` -> function (length, cp) -> places of all ranks, for a sample of one document."""
+"""Value of ``parallel.cp_order`` -> function (length, cp) -> places of all ranks,
+for a sample of one document.
+"""
 
 
 class KeyCount:
-    """Keys seen by runs of queries of one sample, from prefix sums over its documents: no loop over tokens."""
+    """Keys seen by runs of queries of one sample, from prefix sums over its documents:
+    no loop over tokens.
+    """
 
     def __init__(self, length: int, starts: Iterable[int] = ()) -> None:
         """Count in a sample of ``length`` tokens, whose documents begin at ``starts``."""
@@ -96,11 +112,15 @@ class KeyCount:
 
 
 def draw(ranks: Sequence[Places], columns: int = 64) -> str:
-    """Draw a line for each rank: where its tokens lie in the sample, in at most ``columns`` columns."""
+    """Draw a line for each rank: where its tokens lie in the sample,
+    in at most ``columns`` columns.
+    """
     length = sum(map(len, ranks))
     width = min(columns, length)
     lines = []
     for rank, places in enumerate(ranks):
         filled = {place * width // length for place in places}
-        lines.append(f"cp{rank:<3} " + "".join("#" if column in filled else "." for column in range(width)))
+        lines.append(
+            f"cp{rank:<3} " + "".join("#" if column in filled else "." for column in range(width))
+        )
     return "\n".join(lines)

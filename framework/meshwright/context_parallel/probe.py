@@ -1,7 +1,9 @@
-"""Probe of one aten operation on the CPU: does a token of its result depend on another token of its arguments?
+"""Probe of one aten operation on the CPU:
+does a token of its result depend on another token of its arguments?
 
-Tensors with the shapes and dtypes of the arguments, on meta, are drawn at random; then token p // 2 of each is changed.
-The operation mixes tokens if its result for any other token changes, or if its result has no dim of tokens any more.
+Tensors with the shapes and dtypes of the arguments, on meta, are drawn at random; then token p // 2
+of each is changed. The operation mixes tokens if its result for any other token changes, or if its
+result has no dim of tokens any more.
 """
 
 from __future__ import annotations
@@ -16,43 +18,59 @@ MOST_ELEMENTS = 2**27
 """Elements of all arguments above which an operation is not probed."""
 ALONE = ("_to_copy", "_unsafe_view", "copy", "fill", "zero")
 """Frequent aten operations that never mix tokens."""
-BY_INDEX = ("index", "gather", "scatter", "embedding", "take", "put", "bincount", "searchsorted", "nonzero")
-"""Parts of the names of aten operations whose result depends on indices, which random numbers do not stand for."""
+BY_INDEX = (
+    "index",
+    "gather",
+    "scatter",
+    "embedding",
+    "take",
+    "put",
+    "bincount",
+    "searchsorted",
+    "nonzero",
+)
+"""Parts of the names of aten operations whose result depends on indices,
+which random numbers do not stand for.
+"""
 FACTORIES = ("empty", "new_", "_like")
 """Parts of the names of aten operations that read a shape alone."""
 
 
 def holds_tokens(tensor: Tensor, tokens: int) -> bool:
-    """Return True if a dim is a multiple of ``tokens``: tokens, alone or flattened with what has other sizes."""
+    """Return True if a dim is a multiple of ``tokens``: tokens,
+    alone or flattened with what has other sizes.
+    """
     return any(size and size % tokens == 0 for size in tensor.shape)
 
 
-def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tokens: int) -> bool:
-    """Return True if the aten operation ``func`` mixes tokens; False also where that cannot be found out.
+def mixes_tokens(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, tokens: int
+) -> bool:
+    """Return True if the aten operation ``func`` mixes tokens;
+    False also where that cannot be found out.
 
-    ``args``, ``kwargs``, ``output``: of a call on meta, in which a dim of ``tokens`` elements holds tokens.
+    ``args``, ``kwargs``, ``output``: of a call on meta, in which a dim of ``tokens`` elements holds
+    tokens.
     """
     name = func.overloadpacket.__name__.rstrip("_") if func.namespace == "aten" else ""
     by_index = any(part in name for part in BY_INDEX)
     if torch.Tag.pointwise in func.tags or name in ALONE or any(part in name for part in FACTORIES):
         return False
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not any(holds_tokens(each, tokens) for each in outputs):
+    if not any(holds_tokens(tensor, tokens) for tensor in outputs):
         return bool(outputs) and not by_index
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if (
-        func.is_view
-        or by_index
-        or torch.Tag.nondeterministic_seeded in func.tags
-        or any(tuple(each.shape).count(tokens) > 1 for each in tensors)
-        or sum(each.numel() for each in tensors) > MOST_ELEMENTS
-    ):
+    if func.is_view or by_index or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(tuple(tensor.shape).count(tokens) > 1 for tensor in tensors):
+        return False
+    if sum(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
         return False
     generator = torch.Generator().manual_seed(0)
     drawn = tree_map(lambda leaf: _draw(leaf, generator), (args, kwargs))
     changed = tree_map(lambda leaf: _change(leaf, tokens), drawn)
     try:
-        first, again, other = (_run(func, *each) for each in (drawn, drawn, changed))
+        first, again, other = (_run(func, *tensor) for tensor in (drawn, drawn, changed))
     except Exception:  # of values that it refuses, or without a kernel for CPU
         return False
     return all(map(_same, first, again)) and not all(
@@ -61,8 +79,8 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found = func(*tree_map(_clone, args), **tree_map(_clone, kwargs))  # it may write into them
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    outputs = func(*tree_map(_clone, args), **tree_map(_clone, kwargs))  # it may write into them
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def _clone(leaf: Any) -> Any:
@@ -70,7 +88,9 @@ def _clone(leaf: Any) -> Any:
 
 
 def _draw(leaf: Any, generator: torch.Generator) -> Any:
-    """Return random numbers of the shape and dtype of a tensor; integers: zeros. The CPU for the device meta."""
+    """Return random numbers of the shape and dtype of a tensor; integers: zeros.
+    The CPU for the device meta.
+    """
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
     if not isinstance(leaf, Tensor):

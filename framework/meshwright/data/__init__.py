@@ -5,5 +5,6 @@ text files --prepare--> train.bin/.idx, validation.bin/.idx, tokenizer.json, fin
 (seed, epoch, index) --order--> sample number
 sample indices of the run --causal, span_corruption, dataset--> read(indices) -> inputs, labels
 
-Other rooms enter through sources (samples for a run), tokenizer, fingerprint (a corpus on the disk) and prepare.
+Other rooms enter through sources (samples for a run), tokenizer, fingerprint (a corpus on the disk)
+and prepare.
 """

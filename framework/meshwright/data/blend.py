@@ -12,10 +12,14 @@ from meshwright.data.corpus import Corpus, CorpusExample
 
 
 class Blend:
-    """Several corpora with consecutive sample numbers. It has the interface of :class:`Corpus` that sources use."""
+    """Several corpora with consecutive sample numbers.
+    It has the interface of :class:`Corpus` that sources use.
+    """
 
     def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float] = ()) -> None:
-        """Blend ``corpora``; ``weights``: relative shares of the samples drawn from each; none with data stages."""
+        """Blend ``corpora``; ``weights``: relative shares of the samples drawn from each;
+        none with data stages.
+        """
         self.corpora = tuple(corpora)
         self.weights = tuple(weights)
         self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()

@@ -1,7 +1,7 @@
 """Causal language modelling over a corpus: token ids in, the next token as the label.
 
-B samples of S tokens each. Every rank that reads the same indices reads the same samples from the same files (pread),
-so no tokens go over the wire.
+B samples of S tokens each. Every rank that reads the same indices reads the same samples from the
+same files (pread), so no tokens go over the wire.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class CorpusSource(NamedTuple):
 
     corpus: Corpus | Blend
     order: Callable[[int], int | None]
-    """Maps a sample index of the run to a sample number; None past the end. See :mod:`meshwright.data.order`."""
+    """Maps a sample index of the run to a sample number; None past the end.
+    See :mod:`meshwright.data.order`.
+    """
 
     @property
     def num_samples(self) -> int:
@@ -32,8 +34,9 @@ class CorpusSource(NamedTuple):
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (token ids (B, S) int64, labels (B, S) int64) of these sample indices of the run.
 
-        A label is the next token, or IGNORE. Past the end of a corpus that is read once, rows have IGNORE labels and
-        zero tokens. With document boundaries the inputs are {"tokens": (B, S) int64, "starts": (B, S) bool}.
+        A label is the next token, or IGNORE. Past the end of a corpus that is read once, rows have
+        IGNORE labels and zero tokens. With document boundaries the inputs are {"tokens": (B, S)
+        int64, "starts": (B, S) bool}.
         """
         shape = len(indices), self.corpus.sequence_length
         tokens = np.zeros(shape, dtype=np.int64)

@@ -1,8 +1,10 @@
-"""Collation of a user's raw samples into the tensors of a micro-batch, by default or by ``data.collate``, with checks.
+"""Collation of a user's raw samples into the tensors of a micro-batch,
+by default or by ``data.collate``, with checks.
 
-A sample of the dataset is (inputs, labels) already, or whatever ``data.collate`` takes: it receives the raw samples of
-a micro-batch as a list, and returns (inputs, labels), each tensor with these samples along its first dim. A replica
-calls it with its own samples alone, so that tokenising or decoding in it is divided over the replicas.
+A sample of the dataset is (inputs, labels) already, or whatever ``data.collate`` takes: it receives
+the raw samples of a micro-batch as a list, and returns (inputs, labels), each tensor with these
+samples along its first dim. A replica calls it with its own samples alone, so that tokenising or
+decoding in it is divided over the replicas.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
-from meshwright.config import RunConfig
+from meshwright.config import Data
 from meshwright.config.functions import error_place, find_function
 from meshwright.errors import DataError, reason_of
 
@@ -44,7 +46,9 @@ def sha256_of(sample: tuple[Any, Tensor]) -> str:
     digest = hashlib.sha256()
     for leaf in tree_leaves(sample):
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -60,7 +64,8 @@ def own_copy(raw: Any) -> Any:
     if isinstance(raw, memoryview):
         return bytes(raw)
     if type(raw) is list:
-        is_plain = bool(raw) and isinstance(raw[0], int | float | str)  # of token ids or text: no tensors in it
+        # of token ids or text: no tensors in it
+        is_plain = bool(raw) and isinstance(raw[0], int | float | str)
         return raw.copy() if is_plain else [own_copy(each) for each in raw]
     if type(raw) is dict:
         return {key: own_copy(value) for key, value in raw.items()}
@@ -72,7 +77,9 @@ def own_copy(raw: Any) -> Any:
 
 def as_index(labels: Tensor) -> Tensor:
     """Return integer labels as int64, which losses of classes need; others unchanged."""
-    return labels if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool else labels.long()
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return labels
+    return labels.long()
 
 
 class Collate(NamedTuple):
@@ -87,7 +94,8 @@ class Collate(NamedTuple):
     """Shapes and dtypes of the first sample; None: not read yet."""
 
     def __call__(self, raws: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, Tensor]:
-        """Return (inputs, each tensor (B, ...), labels (B, ...)) of raw samples. ``numbers``: for errors.
+        """Return (inputs, each tensor (B, ...), labels (B, ...)) of raw samples. ``numbers``:
+        for errors.
 
         Raises:
             DataError: ``data.collate`` fails, or shapes are not those of the first sample.
@@ -96,26 +104,35 @@ class Collate(NamedTuple):
             rows = [self._pair(raw, number) for raw, number in zip(raws, numbers, strict=True)]
             inputs, labels = (default_collate([row[part] for row in rows]) for part in (0, 1))
             return inputs, labels
-        where = f"data.collate = {self.path!r}, samples {', '.join(map(str, numbers))} of {self.name}"
+        where = (
+            f"data.collate = {self.path!r}, samples {', '.join(map(str, numbers))} of {self.name}"
+        )
         try:
             inputs, labels = (tree_map(torch.as_tensor, part) for part in self.function(list(raws)))
             labels = as_index(labels)
-            ragged = [leaf for leaf in (*tree_leaves(inputs), labels) if leaf.dim() < 1 or len(leaf) != len(raws)]
+            ragged = [
+                leaf
+                for leaf in (*tree_leaves(inputs), labels)
+                if leaf.dim() < 1 or len(leaf) != len(raws)
+            ]
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             raise DataError(
                 "MW-DATA-106",
-                f"{where}, failed{error_place(error)}: {reason_of(error)}. It returns (inputs, labels): "
-                f"tensors, or for the inputs a tuple or dict of tensors",
+                f"{where}, failed{error_place(error)}: {reason_of(error)}. It returns (inputs,"
+                " labels): tensors, or for the inputs a tuple or dict of tensors",
             ) from error
         found = () if ragged else specs_of(tree_map(lambda leaf: leaf[0], inputs), labels[0])
         if ragged or (self.like is not None and found != self.like):
-            wanted = "the samples along the first dim" if ragged else ", ".join(map(str, self.like or ()))
+            wanted = "the samples along the first dim"
+            if not ragged:
+                wanted = ", ".join(map(str, self.like or ()))
             raise DataError(
                 "MW-DATA-107",
-                f"{where}, returned {', '.join(map(str, specs_of(inputs, labels)))}, not {len(raws)} samples, each "
-                f"with {wanted}. All samples must have the shapes of the first: pad or crop to a fixed length",
+                f"{where}, returned {', '.join(map(str, specs_of(inputs, labels)))}, not"
+                f" {len(raws)} samples, each with {wanted}. All samples must have the shapes of the"
+                " first: pad or crop to a fixed length",
             )
         return inputs, labels
 
@@ -125,7 +142,8 @@ class Collate(NamedTuple):
         return tree_map(lambda leaf: leaf[0], inputs), labels[0]
 
     def check_rows(self, raws: Sequence[Any], numbers: Sequence[int]) -> None:
-        """Check that a sample's tensors do not depend on the other samples in the micro-batch, which a layout changes.
+        """Check that a sample's tensors do not depend on the other samples in the micro-batch,
+        which a layout changes.
 
         Raises:
             DataError: they do.
@@ -138,44 +156,51 @@ class Collate(NamedTuple):
             if sha256_of(self.one(raw, number)) != sha256_of(beside):
                 raise DataError(
                     "MW-DATA-108",
-                    f"data.collate = {self.path!r}: sample {number} of {self.name} differs between a micro-batch and "
-                    f"a call by itself. Which samples share a micro-batch depends on the layout: each row must follow "
-                    f"from its own sample, without random numbers",
+                    f"data.collate = {self.path!r}: sample {number} of {self.name} differs between"
+                    " a micro-batch and a call by itself. Which samples share a micro-batch"
+                    " depends on the layout: each row must follow from its own sample, without"
+                    " random numbers",
                 )
 
     def _pair(self, raw: Any, number: int) -> tuple[Any, Tensor]:
-        """Return (inputs, labels) of one sample, as tensors. Raises DataError for anything but a pair of tensors."""
+        """Return (inputs, labels) of one sample, as tensors.
+        Raises DataError for anything but a pair of tensors.
+        """
         if not isinstance(raw, tuple | list) or len(raw) != 2:
             raise DataError(
                 "MW-DATA-010",
-                f"{self.name}: sample {number} is a {type(raw).__name__}: return (inputs, labels), inputs a tensor "
-                f"or a tuple or dict of tensors, labels a tensor or a number; or set data.collate",
+                f"{self.name}: sample {number} is a {type(raw).__name__}: return (inputs, labels),"
+                " inputs a tensor or a tuple or dict of tensors, labels a tensor or a number; or"
+                " set data.collate",
             )
         try:
             inputs, labels = (tree_map(torch.as_tensor, part) for part in raw)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                "MW-DATA-011", f"{self.name}: sample {number} holds a value that is no number: {error}"
+                "MW-DATA-011",
+                f"{self.name}: sample {number} holds a value that is no number: {error}",
             ) from error
         if not isinstance(labels, Tensor) or not tree_leaves(inputs):
             raise DataError(
-                "MW-DATA-012", f"{self.name}: the labels of sample {number} are a {type(raw[1]).__name__}, no tensor"
+                "MW-DATA-012",
+                f"{self.name}: the labels of sample {number} are a {type(raw[1]).__name__}, no"
+                " tensor",
             )
         labels = as_index(labels)
         specs = specs_of(inputs, labels)
         if self.like is not None and specs != self.like:
             raise DataError(
                 "MW-DATA-013",
-                f"{self.name}: sample {number} has {', '.join(map(str, specs))} where sample 0 has "
-                f"{', '.join(map(str, self.like))}: all samples must have the same shapes, which pipeline stages need "
-                f"in advance. Pad or crop them",
+                f"{self.name}: sample {number} has {', '.join(map(str, specs))} where sample 0 has"
+                f" {', '.join(map(str, self.like))}: all samples must have the same shapes, which"
+                " pipeline stages need in advance. Pad or crop them",
             )
         return inputs, labels
 
 
-def make_collate(config: RunConfig, name: str) -> Collate:
+def make_collate(data: Data, name: str) -> Collate:
     """Return the conversion that the configuration names. ``name``: dataset, for errors."""
-    path = config.data.collate
+    path = data.collate
     if path is None:
         return Collate(name)
     function = find_function(path, "data.collate", "a function of (list of samples)", DataError)

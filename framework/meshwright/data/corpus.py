@@ -1,22 +1,24 @@
 """Numbered samples of a ``.bin/.idx`` pair: tokens, labels, and the starts of documents.
 
-``packing = "stream"``: the documents are concatenated, each with its end-of-document token, and cut into windows that
-cross document ends. The last token of a window is only a label there, and the first token of the next window::
+``packing = "stream"``: the documents are concatenated, each with its end-of-document token, and cut
+into windows that cross document ends. The last token of a window is only a label there, and the
+first token of the next window::
 
     stream    t0 t1 t2 t3 | t4 t5 t6 t7 | t8 ...        S = 4
     sample 0  t0 t1 t2 t3   t4                          tokens t0..t3, labels t1..t4
     sample 1                t4 t5 t6 t7   t8            tokens t4..t7, labels t5..t8
 
-``packing = "documents"``: as many whole documents as fit, then padding; a document longer than S is truncated. The last
-token of a document has no label, because the next token belongs to another document::
+``packing = "documents"``: as many whole documents as fit, then padding; a document longer than S is
+truncated. The last token of a document has no label, because the next token belongs to another
+document::
 
     documents a0 a1 a2 | b0 b1 b2 b3 | c0 c1            S = 5
     sample 0  a0 a1 a2  .  .                            labels a1 a2  .  .  .           . IGNORE
     sample 1  b0 b1 b2 b3  .                            labels b1 b2 b3  .  .
     sample 2  c0 c1 ...
 
-``document_boundaries``: in both packings no label crosses the end of a document, and ``starts`` marks the first token
-of each for the model, so that attention and positions do not cross it either.
+``document_boundaries``: in both packings no label crosses the end of a document, and ``starts``
+marks the first token of each for the model, so that attention and positions do not cross it either.
 
 No torch here: `meshwright data show` reads samples too.
 """
@@ -41,7 +43,9 @@ IGNORE = -100
 Packing = Literal["stream", "documents"]
 _TOKENS_PER_READ = 1 << 22
 _SCAN_TOKENS = 1 << 26
-"""Tokens up to which a corpus without a fingerprint is scanned for its largest id when it is opened (0.1 s)."""
+"""Tokens up to which a corpus without a fingerprint is scanned for its largest id
+when it is opened (0.1 s).
+"""
 
 
 class CorpusExample(NamedTuple):
@@ -59,19 +63,23 @@ class DocumentRules(NamedTuple):
     boundaries: bool = False
     """``document_boundaries``: neither labels nor attention cross the end of a document."""
     eod_mask_loss: bool = False
-    """Labels after an end-of-document token become IGNORE: the start of a document cannot be predicted."""
+    """Labels after an end-of-document token become IGNORE:
+    the start of a document cannot be predicted.
+    """
     eod_id: int | None = None
     """Id of the end-of-document token, for a corpus without a fingerprint."""
 
 
 class Corpus:
-    """Numbered samples of a ``.bin/.idx`` pair. Raises :class:`DataError` if the files are damaged or do not fit.
+    """Numbered samples of a ``.bin/.idx`` pair.
+    Raises :class:`DataError` if the files are damaged or do not fit.
 
     Args:
         prefix: path of the pair without the suffix.
         sequence_length: tokens of a sample.
         vocab_size: vocabulary size of the model; None: any id is accepted.
-        num_sentinels: number of the vocabulary's last ids that are sentinels, which text may not use.
+        num_sentinels: number of the vocabulary's last ids that are sentinels, which text may not
+            use.
         rules: rules for cutting documents into samples.
     """
 
@@ -97,14 +105,21 @@ class Corpus:
         self.document_boundaries = rules.boundaries
         num_tokens = len(self.stream)
         self.packed = (
-            None if rules.packing == "stream" else DocumentPacking.of(self.documents.all_starts(), sequence_length)
+            None
+            if rules.packing == "stream"
+            else DocumentPacking.of(self.documents.all_starts(), sequence_length)
         )
-        self.num_samples = (num_tokens - 1) // sequence_length if self.packed is None else len(self.packed.firsts) - 1
+        self.num_samples = (
+            (num_tokens - 1) // sequence_length
+            if self.packed is None
+            else len(self.packed.firsts) - 1
+        )
         if self.num_samples < 1:
             raise DataError(
                 "MW-DATA-001",
-                f"the corpus {self.prefix} has {num_tokens:,} tokens, less than one sample: a sequence of "
-                f"{sequence_length:,} needs {sequence_length + 1:,}. Lower data.sequence_length or prepare more text",
+                f"the corpus {self.prefix} has {num_tokens:,} tokens, less than one sample: a"
+                f" sequence of {sequence_length:,} needs {sequence_length + 1:,}. Lower"
+                " data.sequence_length or prepare more text",
             )
         self.known = _known(self.prefix, num_tokens, has_mask=bool(self.mask))
         self.eod_id = self.known.end_of_document_id if self.known else rules.eod_id
@@ -112,9 +127,9 @@ class Corpus:
         if self.eod_mask_loss and self.eod_id is None:
             raise DataError(
                 "MW-DATA-002",
-                f"data.eod_mask_loss needs the id of the end-of-document token, and no fingerprint beside "
-                f"{self.prefix} has it: set data.tokenizer to the tokenizer.json that made the corpus, or "
-                f"eod_mask_loss = false",
+                "data.eod_mask_loss needs the id of the end-of-document token, and no fingerprint"
+                f" beside {self.prefix} has it: set data.tokenizer to the tokenizer.json that made"
+                " the corpus, or eod_mask_loss = false",
             )
         self._check_largest_id()
 
@@ -123,12 +138,15 @@ class Corpus:
         self.stream.open()
 
     def sampled_hash(self) -> str:
-        """Return one hash of sampled blocks of all its files. Raises DataError if a file cannot be read."""
+        """Return one hash of sampled blocks of all its files.
+        Raises DataError if a file cannot be read.
+        """
         try:
             hashes = [fingerprints.sampled_sha256(path) for path in self.files()]
         except OSError as error:
             raise DataError(
-                "MW-DATA-003", f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})"
+                "MW-DATA-003",
+                f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})",
             ) from error
         return sha256("".join(hashes).encode()).hexdigest()
 
@@ -138,12 +156,16 @@ class Corpus:
 
     def files(self) -> list[Path]:
         """Return the files that samples are read from."""
-        paths = [self.prefix.with_name(f"{self.prefix.name}{suffix}") for suffix in fingerprints.READ]
+        paths = [
+            self.prefix.with_name(f"{self.prefix.name}{suffix}") for suffix in fingerprints.READ
+        ]
         return [path for path in paths if path.is_file()]
 
     def example(self, number: int) -> CorpusExample:
         """Return sample ``number``: tokens, labels, and the starts of documents."""
-        return self._window(number) if self.packed is None else self._whole_documents(number, self.packed)
+        if self.packed is None:
+            return self._window(number)
+        return self._whole_documents(number, self.packed)
 
     def _window(self, number: int) -> CorpusExample:
         length, start = self.sequence_length, number * self.sequence_length
@@ -157,7 +179,10 @@ class Corpus:
             labels[tokens == self.eod_id] = IGNORE
         if self.document_boundaries:
             document = self.documents.at(start) + 1
-            while document < len(self.documents) and (begin := self.documents.start(document)) <= start + length:
+            while (
+                document < len(self.documents)
+                and (begin := self.documents.start(document)) <= start + length
+            ):
                 if begin > start:
                     labels[begin - start - 1] = IGNORE
                     starts[begin - start :][:1] = True
@@ -175,7 +200,9 @@ class Corpus:
             count, num_labels = min(end - begin, length), min(end - begin - 1, length)
             if count == 0:
                 continue
-            ids = self._checked(self.stream.read(begin, min(end - begin, length + 1)), f"in document {document:,}")
+            ids = self._checked(
+                self.stream.read(begin, min(end - begin, length + 1)), f"in document {document:,}"
+            )
             tokens[at : at + count] = ids[:count]
             counting = self.mask.read(begin + 1, num_labels)
             labels[at : at + num_labels] = np.where(counting, ids[1 : num_labels + 1], IGNORE)
@@ -188,7 +215,9 @@ class Corpus:
         """Return window ``number``: (S + 1,) token ids, checked against the vocabulary."""
         assert 0 <= number < self.num_samples, (number, self.num_samples)
         window = self.stream.read(number * self.sequence_length, self.sequence_length + 1)
-        return self._checked(window, f"in sample {number} (tokens from {number * self.sequence_length:,} on)")
+        return self._checked(
+            window, f"in sample {number} (tokens from {number * self.sequence_length:,} on)"
+        )
 
     def _checked(self, ids: NDArray[np.int64], where: str) -> NDArray[np.int64]:
         lowest, highest = int(ids.min()), int(ids.max())
@@ -204,13 +233,16 @@ class Corpus:
             if self.known.vocab_size > self.vocab_size:
                 raise DataError(
                     "MW-DATA-004",
-                    f"the corpus {self.prefix} was made with a tokenizer of {self.known.vocab_size:,} tokens, and the "
-                    f"model's vocabulary has {self.vocab_size:,}: set model.options.vocab_size to "
-                    f"{self.known.vocab_size:,} or more, or prepare the corpus with the tokenizer that belongs to the "
-                    f"model",
+                    f"the corpus {self.prefix} was made with a tokenizer of"
+                    f" {self.known.vocab_size:,} tokens, and the model's vocabulary has"
+                    f" {self.vocab_size:,}: set model.options.vocab_size to"
+                    f" {self.known.vocab_size:,} or more, or prepare the corpus with the tokenizer"
+                    " that belongs to the model",
                 )
             if self.known.split.max_token_id >= self.text_ids:
-                self._raise_outside(self.known.split.max_token_id, f"according to its {fingerprints.FILE_NAME}")
+                self._raise_outside(
+                    self.known.split.max_token_id, f"according to its {fingerprints.FILE_NAME}"
+                )
             return
         if len(self.stream) <= _SCAN_TOKENS:
             for start in range(0, len(self.stream), _TOKENS_PER_READ):
@@ -224,19 +256,24 @@ class Corpus:
     def _raise_outside(self, token_id: int, where: str) -> None:
         if token_id < 0:
             raise DataError(
-                "MW-DATA-005", f"the corpus {self.prefix} holds the token id {token_id:,} {where}: prepare it again"
+                "MW-DATA-005",
+                f"the corpus {self.prefix} holds the token id {token_id:,} {where}: prepare it"
+                " again",
             )
         assert self.vocab_size is not None and self.text_ids is not None
         for_text = f"ids 0 to {self.vocab_size - 1:,}"
         if self.num_sentinels:
-            for_text = f"of which the last {self.num_sentinels:,} are sentinels, so that text may use ids below "
+            for_text = (
+                f"of which the last {self.num_sentinels:,} are sentinels, so that text may use ids"
+                " below "
+            )
             for_text += f"{max(self.text_ids, 0):,}"
         raise DataError(
             "MW-DATA-006",
-            f"the corpus {self.prefix} holds token id {token_id:,} {where}, the model's vocabulary has "
-            f"{self.vocab_size:,} ({for_text}): set the model's vocab_size to "
-            f"{token_id + 1 + self.num_sentinels:,} or more, or prepare the corpus with the tokenizer that belongs to "
-            f"the model",
+            f"the corpus {self.prefix} holds token id {token_id:,} {where}, the model's vocabulary"
+            f" has {self.vocab_size:,} ({for_text}): set the model's vocab_size to"
+            f" {token_id + 1 + self.num_sentinels:,} or more, or prepare the corpus with the"
+            " tokenizer that belongs to the model",
         )
 
 
@@ -244,18 +281,26 @@ class DocumentPacking(NamedTuple):
     """Assignment of whole documents to samples."""
 
     firsts: list[int]
-    """(samples + 1,) index of the first document of each sample; the last entry is the number of documents."""
+    """(samples + 1,) index of the first document of each sample;
+    the last entry is the number of documents.
+    """
     num_cut: int
     """Number of documents of more than S + 1 tokens: their ends are in no sample."""
 
     @staticmethod
     def of(starts: NDArray[np.int64], sequence_length: int) -> DocumentPacking:
-        """Pack as many documents as fit into each sample, in order. ``starts``: (documents + 1,) first tokens."""
+        """Pack as many documents as fit into each sample, in order. ``starts``: (documents + 1,)
+        first tokens.
+        """
         lengths = np.diff(starts)
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.minimum(lengths, sequence_length))])
+        ends = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(np.minimum(lengths, sequence_length))]
+        )
         firsts, num_documents = [0], len(lengths)
         while firsts[-1] < num_documents:
-            firsts.append(int(np.searchsorted(ends, ends[firsts[-1]] + sequence_length, "right")) - 1)
+            firsts.append(
+                int(np.searchsorted(ends, ends[firsts[-1]] + sequence_length, "right")) - 1
+            )
         return DocumentPacking(firsts, int((lengths > sequence_length + 1).sum()))
 
 
@@ -270,7 +315,9 @@ class _Known(NamedTuple):
 
 
 def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
-    """Read the fingerprint beside the corpus, and check its counts and sampled hashes. None: there is none."""
+    """Read the fingerprint beside the corpus, and check its counts and sampled hashes. None:
+    there is none.
+    """
     known = fingerprints.read(prefix.parent)
     split = known.splits.get(prefix.name) if known else None
     if known is None or split is None:
@@ -278,15 +325,16 @@ def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
     if split.tokens != num_tokens:
         raise DataError(
             "MW-DATA-007",
-            f"{prefix.parent / fingerprints.FILE_NAME} counts {split.tokens:,} tokens in {prefix.name}, its .idx "
-            f"{num_tokens:,}: the corpus was changed afterwards. Prepare it again, or delete the fingerprint "
-            f"if the .bin/.idx are right",
+            f"{prefix.parent / fingerprints.FILE_NAME} counts {split.tokens:,} tokens in"
+            f" {prefix.name}, its .idx {num_tokens:,}: the corpus was changed afterwards. Prepare"
+            " it again, or delete the fingerprint if the .bin/.idx are right",
         )
     if split.counting is not None and not has_mask:
         raise DataError(
             "MW-DATA-008",
-            f"{mask_path(prefix)} is missing: it marks the {split.counting:,} of the {split.tokens:,} tokens of "
-            f"{prefix} that are labels. Copy it from where the corpus was prepared, or prepare it again",
+            f"{mask_path(prefix)} is missing: it marks the {split.counting:,} of the"
+            f" {split.tokens:,} tokens of {prefix} that are labels. Copy it from where the corpus"
+            " was prepared, or prepare it again",
         )
     fingerprints.check_sampled(prefix.parent, prefix.name, known)
     baseline = known.unigram_baseline_nats(prefix.name)

@@ -1,7 +1,9 @@
-"""The fingerprint of a prepared corpus, ``fingerprint.json`` beside it: hashes, counts, ids, entropy, source.
+"""The fingerprint of a prepared corpus, ``fingerprint.json`` beside it: hashes, counts, ids,
+entropy, source.
 
-It serves to check a corpus against the model before any rank starts, to skip a second preparation, and to identify the
-training data of a run exactly. A corpus without one (Megatron's own) can be trained on too.
+It serves to check a corpus against the model before any rank starts, to skip a second preparation,
+and to identify the training data of a run exactly. A corpus without one (Megatron's own) can be
+trained on too.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ class Split(_Part):
     unigram_entropy_bits: float
     """Unigram entropy of the tokens that count as labels, in bits."""
     unigram_baseline_nats: float | None = None
-    """Loss on these labels of a model with the token frequencies of the training split alone; None: not measured."""
+    """Loss on these labels of a model with the token frequencies of the training split alone; None:
+    not measured.
+    """
     counting: int | None = None
     """Number of tokens that count as labels; None: all do."""
 
 
 class SourceSummary(_Part):
-    """Source text and options of a corpus. If all but the description are equal, so are the files."""
+    """Source text and options of a corpus. If all but the description are equal,
+    so are the files.
+    """
 
     description: str
     documents: int
@@ -125,7 +131,9 @@ class Fingerprint(_Part):
     files: dict[str, str]
     """File name -> sha256, for every other file of the corpus."""
     sampled: dict[str, str] = {}
-    """File name -> :func:`sampled_sha256`, of the files that a run reads. Empty in those of older versions."""
+    """File name -> :func:`sampled_sha256`, of the files that a run reads.
+    Empty in those of older versions.
+    """
     splits: dict[str, Split]
     vocab_size: int
     end_of_document_id: int
@@ -134,10 +142,12 @@ class Fingerprint(_Part):
     """Set for corpora that were written by `meshwright data prepare`."""
 
     def unigram_baseline_nats(self, name: str) -> float:
-        """Return the loss on a split of a model with the token frequencies of the training split alone.
+        """Return the loss on a split of a model with the token frequencies
+        of the training split alone.
 
-        Older fingerprints lack it for validation: there the entropy of the training split stands for it, which differs
-        little. The entropy of a small validation split is no baseline, as it fits these few tokens.
+        Older fingerprints lack it for validation: there the entropy of the training split stands
+        for it, which differs little. The entropy of a small validation split is no baseline, as it
+        fits these few tokens.
         """
         split = self.splits[name]
         if split.unigram_baseline_nats is not None:
@@ -149,13 +159,16 @@ class Fingerprint(_Part):
         if name not in self.files:
             raise DataError(
                 "MW-DATA-016",
-                f"{FILE_NAME} has no hash of {name}: prepare the corpus again, or copy it again as a whole",
+                f"{FILE_NAME} has no hash of {name}: prepare the corpus again, or copy it again as"
+                " a whole",
             )
         return self.files[name]
 
 
 class Entropy(NamedTuple):
-    """Entropy of the distribution of single tokens: the loss of a model with their frequencies alone."""
+    """Entropy of the distribution of single tokens:
+    the loss of a model with their frequencies alone.
+    """
 
     nats: float
     bits: float
@@ -169,10 +182,11 @@ def entropy(counts: NDArray[np.int64]) -> Entropy:
 
 
 def cross_entropy(counts: NDArray[np.int64], training: NDArray[np.int64]) -> float:
-    """Return the mean loss on counted tokens, in nats, of a model with the token frequencies of other ones.
+    """Return the mean loss on counted tokens, in nats,
+    of a model with the token frequencies of other ones.
 
-    Tokens that ``training`` lacks have a share too: T of N + T, for T different tokens among N, spread over the whole
-    vocabulary (Witten and Bell 1991, "The zero-frequency problem", method C).
+    Tokens that ``training`` lacks have a share too: T of N + T, for T different tokens among N,
+    spread over the whole vocabulary (Witten and Bell 1991, "The zero-frequency problem", method C).
 
     Args:
         counts: (V,) occurrences of each token in the text to predict.
@@ -191,21 +205,26 @@ def file_sha256(path: Path) -> str:
 
 
 def tokenizer_sha256(path: Path) -> str:
-    """Return the hex digest of a tokenizer. Raises DataError where it cannot be read, or is too large for one."""
+    """Return the hex digest of a tokenizer. Raises DataError where it cannot be read,
+    or is too large for one.
+    """
     try:
         return sha256(read_bytes(path)).hexdigest()
     except OSError as error:
         raise DataError(
-            "MW-DATA-017", f"{path} cannot be read: {error.strerror or error}; restore it from an intact copy"
+            "MW-DATA-017",
+            f"{path} cannot be read: {error.strerror or error}; restore it from an intact copy",
         ) from None
 
 
 def sampled_sha256(path: Path) -> str:
-    """Return the hex digest of a file's size and of SAMPLED_BLOCKS of its blocks; of a small file all bytes are hashed.
+    """Return the hex digest of a file's size and of SAMPLED_BLOCKS of its blocks;
+    of a small file all bytes are hashed.
 
-    The blocks are the first, the last and, in each equal part between, one at an offset that follows from the size
-    alone. At most 1 MiB is read of a file of any size. A change of all tokens, or of a share of them spread over the
-    file, is found. A change between the blocks is not: see :func:`file_sha256`.
+    The blocks are the first, the last and, in each equal part between, one at an offset that
+    follows from the size alone. At most 1 MiB is read of a file of any size. A change of all
+    tokens, or of a share of them spread over the file, is found. A change between the blocks is
+    not: see :func:`file_sha256`.
     """
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -225,19 +244,23 @@ def sampled_offsets(size: int) -> list[int]:
 
 
 def read(folder: Path) -> Fingerprint | None:
-    """Read the fingerprint in a folder; None if there is none. Raises :class:`DataError` for a malformed one."""
+    """Read the fingerprint in a folder; None if there is none.
+    Raises :class:`DataError` for a malformed one.
+    """
     path = folder / FILE_NAME
     if not path.is_file():
         return None
     try:
         return Fingerprint.model_validate_json(read_bytes(path))
     except (ValidationError, OSError) as error:
-        first: Any = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
+        first: Any = (
+            error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
+        )
         where = ".".join(str(part) for part in first["loc"]) or "file"
         raise DataError(
             "MW-DATA-018",
-            f"{path} cannot be understood ({where}: {first['msg']}): prepare the corpus again, or delete this file to "
-            f"train on the .bin/.idx without its checks",
+            f"{path} cannot be understood ({where}: {first['msg']}): prepare the corpus again, or"
+            " delete this file to train on the .bin/.idx without its checks",
         ) from error
 
 
@@ -252,12 +275,18 @@ def damaged_files(folder: Path, fingerprint: Fingerprint) -> list[str]:
             return False
         return file_sha256(path) == expected
 
-    return [name for name, expected in fingerprint.files.items() if not is_whole(folder / name, expected)]
+    return [
+        name
+        for name, expected in fingerprint.files.items()
+        if not is_whole(folder / name, expected)
+    ]
 
 
 def sampled_files(folder: Path) -> dict[str, str]:
     """Return the sampled hash of every file of a corpus that a run reads."""
-    return {path.name: sampled_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in READ}
+    return {
+        path.name: sampled_sha256(path) for path in sorted(folder.iterdir()) if path.suffix in READ
+    }
 
 
 READ = (".bin", ".idx", ".mask")
@@ -278,11 +307,13 @@ def check_sampled(folder: Path, name: str, fingerprint: Fingerprint) -> None:
         try:
             actual = sampled_sha256(path)
         except OSError as error:
-            raise DataError("MW-DATA-019", f"{path} cannot be read: {error.strerror} (errno {error.errno})") from error
+            raise DataError(
+                "MW-DATA-019", f"{path} cannot be read: {error.strerror} (errno {error.errno})"
+            ) from error
         if actual != expected:
             raise DataError(
                 "MW-DATA-020",
-                f"{path} was changed after the corpus was prepared: its bytes do not match the hash in {FILE_NAME} "
-                f"beside it. Prepare it again, or restore it from an intact copy; `meshwright data verify {folder}` "
-                f"names every file that differs",
+                f"{path} was changed after the corpus was prepared: its bytes do not match the hash"
+                f" in {FILE_NAME} beside it. Prepare it again, or restore it from an intact copy;"
+                f" `meshwright data verify {folder}` names every file that differs",
             )

@@ -1,8 +1,9 @@
-"""Files of a run's corpora while the run reads them: one that is overwritten in place is trained on from then on.
+"""Files of a run's corpora while the run reads them:
+one that is overwritten in place is trained on from then on.
 
-Samples are read from the open files step by step, so a write to one changes the samples of a live run without an error.
-Size, times and inode of each file cost one stat. Where they differ, sampled blocks, as in a fingerprint, separate a
-change of bytes from one of times.
+Samples are read from the open files step by step, so a write to one changes the samples of a live
+run without an error. Size, times and inode of each file cost one stat. Where they differ, sampled
+blocks, as in a fingerprint, separate a change of bytes from one of times.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class LiveFiles:
         self._sampled = {path: _sampled(path) for path in self._states}
 
     def changes(self) -> list[str]:
-        """Describe the files that have changed since the last call, each once. One stat of each file."""
+        """Describe the files that have changed since the last call, each once.
+        One stat of each file.
+        """
         found = []
         for path, before in self._states.items():
             now = _state(path)
@@ -49,18 +52,29 @@ class LiveFiles:
     def _describe(self, path: Path, before: FileState | None, now: FileState | None) -> str | None:
         """Return what has happened to a file; None: nothing that matters, such as another owner."""
         if now is None:
-            return "was removed, or cannot be read any more: the run goes on with its open file, a resume cannot"
+            return (
+                "was removed, or cannot be read any more: the run goes on with its open file, a"
+                " resume cannot"
+            )
         sampled, earlier = _sampled(path), self._sampled[path]
         self._sampled[path] = sampled
         is_other = before is not None and (before.device, before.inode) != (now.device, now.inode)
         if sampled == earlier:
-            is_written = before is None or (before.num_bytes, before.modified_ns) != (now.num_bytes, now.modified_ns)
-            return "was written to; its sampled bytes are as before" if is_written and not is_other else None
+            is_written = before is None or (before.num_bytes, before.modified_ns) != (
+                now.num_bytes,
+                now.modified_ns,
+            )
+            if is_written and not is_other:
+                return "was written to; its sampled bytes are as before"
+            return None
         if is_other:
-            return "was replaced by another file: the run goes on with the one it opened, and a resume is refused"
+            return (
+                "was replaced by another file: the run goes on with the one it opened, and a resume"
+                " is refused"
+            )
         return (
-            "was overwritten with other bytes, and the run trains on them: steps since the last checkpoint may have "
-            "seen either, and a resume is refused"
+            "was overwritten with other bytes, and the run trains on them: steps since the last"
+            " checkpoint may have seen either, and a resume is refused"
         )
 
 
@@ -69,7 +83,9 @@ def _state(path: Path) -> FileState | None:
         found = path.stat()
     except OSError:
         return None
-    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return FileState(
+        found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    )
 
 
 def _sampled(path: Path) -> str | None:

@@ -1,11 +1,13 @@
-"""The global sample order: the sample of the corpus that is the i-th of the run, for any i, without a table.
+"""The global sample order: the sample of the corpus that is the i-th of the run, for any i,
+without a table.
 
     global index i  ->  epoch = i // N, place = i % N  ->  sample number = permutation(seed, epoch)(place)
 
-Every epoch is a permutation of 0..N-1, keyed by (seed, epoch): a Feistel network over the smallest even number of bits
-that holds N, iterated until the value is below N (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
-2002). A shuffled table of 10^9 samples costs 8 GB per rank or a shared file, and minutes at each start. The network
-costs two to nine microseconds a sample, and a resumed run needs only the index. Pure: no torch and no rank.
+Every epoch is a permutation of 0..N-1, keyed by (seed, epoch): a Feistel network over the smallest
+even number of bits that holds N, iterated until the value is below N (Black and Rogaway, "Ciphers
+with arbitrary finite domains", CT-RSA 2002). A shuffled table of 10^9 samples costs 8 GB per rank
+or a shared file, and minutes at each start. The network costs two to nine microseconds a sample,
+and a resumed run needs only the index. Pure: no torch and no rank.
 
       left | right          one round; w bits each side
         |  \\   |            left, right = right, left ^ mix(right + key)
@@ -35,7 +37,9 @@ def mix(value: int) -> int:
 
 @lru_cache(maxsize=64)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the 64-bit round keys: a hash, so that neighbouring epochs and seeds give unrelated orders."""
+    """Return the 64-bit round keys: a hash,
+    so that neighbouring epochs and seeds give unrelated orders.
+    """
     raw = blake2b(f"sample order/{seed}/{epoch}".encode(), digest_size=8 * NUM_ROUNDS).digest()
     return tuple(int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8))
 
@@ -43,7 +47,8 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def permute(place: int, size: int, keys: tuple[int, ...]) -> int:
     """Return the image of ``place`` in 0..size-1 under the permutation with these keys.
 
-    The network permutes 4^w >= size values, fewer than 4 x size, so fewer than four iterations are needed on average.
+    The network permutes 4^w >= size values, fewer than 4 x size, so fewer than four iterations are
+    needed on average.
     """
     assert 0 <= place < size, (place, size)
     half_bits = ((size - 1).bit_length() + 1) // 2
@@ -73,11 +78,13 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """Order of several data sets, drawn in proportion to their weights, each in its own shuffled order.
+    """Order of several data sets, drawn in proportion to their weights,
+    each in its own shuffled order.
 
-    The n-th draw follows from n alone, by bisection: of the first n samples floor(n a / b + 1/2) come from the first
-    half of the sets, where a / b is that half's share of the weights, and so on within the half. Integers avoid the
-    drift of float sums. After any number of samples each set is within (bisections / 2) samples of its share.
+    The n-th draw follows from n alone, by bisection: of the first n samples floor(n a / b + 1/2)
+    come from the first half of the sets, where a / b is that half's share of the weights, and so on
+    within the half. Integers avoid the drift of float sums. After any number of samples each set is
+    within (bisections / 2) samples of its share.
     """
 
     orders: tuple[SampleOrder, ...]

@@ -1,11 +1,14 @@
-"""Read-ahead in threads (``data.workers``): the next micro-batches of this rank are read while the current ones train.
+"""Read-ahead in threads (``data.workers``):
+the next micro-batches of this rank are read while the current ones train.
 
-    read(indices) --queue, in order--> gather (one thread at a time) --> finish (all threads) --> waiting read
+    read(indices) --queue, in order--> gather (one thread at a time) --> finish (all threads) -->
+    waiting read
 
-The rank's next indices follow from the present ones: its replica reads blocks of ``chunks`` micro-batches, one block in
-each global batch. A wrong guess only costs time, since samples are a function of their indices. The queue holds two
-micro-batches for each thread. Threads are daemons and end with the process. With ``data.processes`` each thread has a
-process that finishes, see :mod:`meshwright.data.worker_process`.
+The rank's next indices follow from the present ones: its replica reads blocks of ``chunks``
+micro-batches, one block in each global batch. A wrong guess only costs time, since samples are a
+function of their indices. The queue holds two micro-batches for each thread. Threads are daemons
+and end with the process. With ``data.processes`` each thread has a process that finishes, see
+:mod:`meshwright.data.worker_process`.
 """
 
 from __future__ import annotations
@@ -29,11 +32,15 @@ Start = Callable[[], Callable[[Any], Samples]]
 
 
 class Steps:
-    """Sample indices of the steps and micro-batches of a run; with a batch-size ramp, steps grow."""
+    """Sample indices of the steps and micro-batches of a run; with a batch-size ramp,
+    steps grow.
+    """
 
     def __init__(self, batch: Batch) -> None:
         """Take the numbers of a resolved ``batch``."""
-        assert batch.micro_batch_size and batch.chunks and batch.global_batch, "resolve the configuration first"
+        assert batch.micro_batch_size and batch.chunks and batch.global_batch, (
+            "resolve the configuration first"
+        )
         self.micro_batch_size = batch.micro_batch_size
         self._replicas = batch.global_batch // (batch.micro_batch_size * batch.chunks)
         self._phases = phases(batch)
@@ -50,7 +57,9 @@ class Steps:
         return self.step_at(index).start == index
 
     def following(self, first: int) -> int:
-        """Return the first index of the micro-batch that this replica reads after the one that starts at ``first``."""
+        """Return the first index of the micro-batch that this replica reads after the one
+        that starts at ``first``.
+        """
         step = self.step_at(first)
         own = len(step) // self._replicas
         replica = (first - step.start) // own
@@ -72,9 +81,11 @@ class ReadAhead:
         steps: Steps,
         start_process: Start | None = None,
     ) -> None:
-        """Run ``gather`` in the order of the reads, one at a time, and ``finish`` of its result in all threads.
+        """Run ``gather`` in the order of the reads, one at a time,
+        and ``finish`` of its result in all threads.
 
-        ``start_process``: starts a process for a thread and returns the ``finish`` that it computes.
+        ``start_process``: starts a process for a thread and returns the ``finish`` that it
+            computes.
         """
         self._gather, self._finish, self._start_process = gather, finish, start_process
         self._num_workers, self._steps = num_workers, steps
@@ -82,10 +93,14 @@ class ReadAhead:
         self._in_order = threading.Lock()
         self._ahead: dict[range, Future[Samples]] = {}
         self._process = 0
-        """Id of the process whose threads serve the queue; after a fork the child starts its own."""
+        """Id of the process whose threads serve the queue;
+        after a fork the child starts its own.
+        """
 
     def read(self, indices: Sequence[int]) -> Samples:
-        """Return the samples of these consecutive indices; blocks until a thread has read them. Queues the next."""
+        """Return the samples of these consecutive indices; blocks until a thread has read them.
+        Queues the next.
+        """
         wanted = range(indices[0], indices[0] + len(indices))
         if len(wanted) != self._steps.micro_batch_size:  # verify and tests read other numbers
             return self._finish(self._gather(indices))
@@ -100,7 +115,8 @@ class ReadAhead:
                 self._ahead[following] = self._submit(following)
         step = self._steps.step_at(wanted.start)
         for old in [each for each in self._ahead if each.start < step.start]:
-            del self._ahead[old]  # those of the step are kept: some schedules read a micro-batch twice
+            # those of the step are kept: some schedules read a micro-batch twice
+            del self._ahead[old]
         return future.result()
 
     def _submit(self, wanted: range) -> Future[Samples]:
@@ -111,7 +127,10 @@ class ReadAhead:
     def _start(self) -> None:
         if self._process == os.getpid():
             return
-        self._process, self._in_order, self._jobs, self._ahead = os.getpid(), threading.Lock(), queue.SimpleQueue(), {}
+        self._process = os.getpid()
+        self._in_order = threading.Lock()
+        self._jobs = queue.SimpleQueue()
+        self._ahead = {}
         for number in range(self._num_workers):
             threading.Thread(target=self._serve, name=f"data-{number}", daemon=True).start()
 
@@ -136,4 +155,6 @@ class ReadAhead:
 
 def _fail(error: BaseException, _: Any) -> Samples:
     """Raise the error with which the process of a thread could not be started."""
-    raise DataError("MW-DATA-121", f"a process of data.processes cannot be started: {error}") from error
+    raise DataError(
+        "MW-DATA-121", f"a process of data.processes cannot be started: {error}"
+    ) from error

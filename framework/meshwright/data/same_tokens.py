@@ -13,8 +13,8 @@ from meshwright.errors import DataError
 def check_same_tokens(prefixes: Iterable[Path], tokenizer: str | None) -> None:
     """Check the tokenizers beside corpora against each other and against the file ``tokenizer``.
 
-    One may have more tokens than another, such as those of a chat format. A corpus without a fingerprint, or without
-    its tokenizer beside it, is not compared.
+    One may have more tokens than another, such as those of a chat format. A corpus without a
+    fingerprint, or without its tokenizer beside it, is not compared.
 
     Raises:
         DataError: an id is one token of one tokenizer, and another token of another.
@@ -34,6 +34,7 @@ def check_same_tokens(prefixes: Iterable[Path], tokenizer: str | None) -> None:
             if other != token:
                 raise DataError(
                     "MW-DATA-124",
-                    f"the id {token_id} is the token {other!r} in {place} and {token!r} in {file}: a run reads the "
-                    f"tokens of one tokenizer; prepare all of its text with the same one",
+                    f"the id {token_id} is the token {other!r} in {place} and {token!r} in {file}:"
+                    " a run reads the tokens of one tokenizer; prepare all of its text with the"
+                    " same one",
                 )

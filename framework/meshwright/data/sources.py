@@ -1,4 +1,6 @@
-"""Sample sources of a configuration, the shapes of their samples, and the data fingerprint of a run."""
+"""Sample sources of a configuration, the shapes of their samples,
+and the data fingerprint of a run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from meshwright.config import RunConfig
+from meshwright.config import Batch, Data, Model, RunConfig
 from meshwright.data.blend import Blend
 from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Corpus, DocumentRules
@@ -21,7 +23,13 @@ from meshwright.data.live_files import LiveFiles
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
 from meshwright.data.read_ahead import Steps
 from meshwright.data.same_tokens import check_same_tokens
-from meshwright.data.span_corruption import SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
+from meshwright.data.span_corruption import (
+    SpanCorruptionSource,
+    corrupt,
+    lengths,
+    open_corpus,
+    spans_of,
+)
 from meshwright.data.stages import StageBlend, open_stages
 from meshwright.data.stream import Stream
 from meshwright.data.stream_source import StreamSource as StreamSource
@@ -34,7 +42,9 @@ from meshwright.terminal.format import format_number_of
 
 
 class Source(Protocol):
-    """Source of samples by index in the run, the same on any layout: one of :data:`AnySource`, or a tool's own."""
+    """Source of samples by index in the run, the same on any layout: one of :data:`AnySource`,
+    or a tool's own.
+    """
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (inputs, each tensor (B, ...), labels (B, ...)), on the CPU."""
@@ -45,11 +55,12 @@ AnySource = CorpusSource | SpanCorruptionSource | DatasetSource | StreamSource
 
 
 def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
-    """Open the training source, shuffled by the seed, and the validation source, read once in order.
+    """Open the training source, shuffled by the seed, and the validation source,
+    read once in order.
 
     The launcher calls it too, so that a DataError is raised before any rank starts.
     """
-    eod_id = _end_of_document_id(config)
+    eod_id = _end_of_document_id(config.data.tokenizer, config.model)
     training, validation = (_open(config, split, eod_id) for split in ("train", "validation"))
     assert training is not None
     if config.data.builder is not None and validation is not None:
@@ -63,7 +74,9 @@ def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
 
 
 def _check_like(training: AnySource, validation: AnySource) -> None:
-    """Check that validation samples have the shapes of training: the stages are built for one shape."""
+    """Check that validation samples have the shapes of training:
+    the stages are built for one shape.
+    """
     first, second = (
         each.samples if isinstance(each, DatasetSource) else each.stream
         for each in (training, validation)
@@ -77,7 +90,7 @@ def open_validation(config: RunConfig) -> AnySource | None:
     """Open the validation source alone; the training corpus of a trained model may be missing."""
     if config.data.builder is not None:
         return open_sources(config)[1]
-    return _open(config, "validation", _end_of_document_id(config))
+    return _open(config, "validation", _end_of_document_id(config.data.tokenizer, config.model))
 
 
 def open_files(source: Source | None) -> None:
@@ -98,31 +111,29 @@ def causal_corpora(source: Source) -> tuple[Corpus, ...]:
     return _corpora(source) if isinstance(source, CorpusSource) else ()
 
 
-def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
-    """Return the number of global batches that read every sample once, at most ``at_most``."""
-    return min(at_most, -(-num_samples // global_batch))
-
-
-def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
-    """Return (inputs, labels) of one micro-batch on meta. A user-defined dataset is opened and its first sample read.
+def example(data: Data, micro_batch_size: int) -> tuple[Any, Tensor]:
+    """Return (inputs, labels) of one micro-batch on meta.
+    A user-defined dataset is opened and its first sample read.
 
     Raises:
         DataError: the dataset cannot be opened, or its samples are not pairs of tensors.
     """
-    if config.data.builder is not None:
-        dataset = open_dataset(config, "train")
+    if data.builder is not None:
+        dataset = open_dataset(data, "train")
         assert dataset is not None
         inputs, labels = dataset.sample(0)
-        return tree_map(lambda leaf: _batched(leaf, micro_batch_size), inputs), _batched(labels, micro_batch_size)
-    if config.data.task == "span_corruption":
-        shape = lengths(config.data.sequence_length)
+        return tree_map(lambda leaf: _batched(leaf, micro_batch_size), inputs), _batched(
+            labels, micro_batch_size
+        )
+    if data.task == "span_corruption":
+        shape = lengths(data.sequence_length)
         ids = {
             "encoder_ids": _ids(micro_batch_size, shape.encoder),
             "decoder_ids": _ids(micro_batch_size, shape.decoder),
         }
         return ids, _ids(micro_batch_size, shape.decoder)
-    tokens, labels = (_ids(micro_batch_size, config.data.sequence_length) for _ in range(2))
-    if config.data.document_boundaries:
+    tokens, labels = (_ids(micro_batch_size, data.sequence_length) for _ in range(2))
+    if data.document_boundaries:
         return {"tokens": tokens, "starts": torch.zeros_like(tokens, dtype=torch.bool)}, labels
     return tokens, labels
 
@@ -136,7 +147,10 @@ def _batched(leaf: Tensor, micro_batch_size: int) -> Tensor:
 
 
 def span_corruption_sampler(
-    draw: Callable[[int, int], Callable[[int], tuple[Tensor, Tensor]]], seed: int, vocab_size: int, sequence_length: int
+    draw: Callable[[int, int], Callable[[int], tuple[Tensor, Tensor]]],
+    seed: int,
+    vocab_size: int,
+    sequence_length: int,
 ) -> Callable[[int], tuple[Any, Tensor]]:
     """Return a sampler of span corruption over drawn text: sample index -> (inputs, labels (Sd,)).
 
@@ -144,11 +158,16 @@ def span_corruption_sampler(
     """
     shape = lengths(sequence_length)
     if vocab_size <= shape.sentinels + 1:
-        raise ConfigError("MW-DATA-104", f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
+        raise ConfigError(
+            "MW-DATA-104",
+            f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels",
+        )
     text = draw(vocab_size - shape.sentinels, shape.window)
 
     def sample(index: int) -> tuple[Any, Tensor]:
-        corrupted = corrupt(text(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder)
+        corrupted = corrupt(
+            text(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder
+        )
         encoder_ids, decoder_ids, labels = map(torch.from_numpy, corrupted)
         return {"encoder_ids": encoder_ids, "decoder_ids": decoder_ids}, labels
 
@@ -156,32 +175,45 @@ def span_corruption_sampler(
 
 
 def describe_source(source: Source, num_samples: int) -> str:
-    """Describe, in lines, the share and epochs of each blended corpus in a run, and the truncated documents."""
+    """Describe, in lines, the share and epochs of each blended corpus in a run,
+    and the truncated documents.
+    """
     blend = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
     if isinstance(source, StreamSource):
-        return f"data       {source.stream.name} is a stream; a resume continues {source.stream.how}"
+        return (
+            f"data       {source.stream.name} is a stream; a resume continues {source.stream.how}"
+        )
     lines = blend.describe(num_samples) if isinstance(blend, StageBlend) else []
     for at, part in enumerate(_corpora(source)):
         notes = []
         if isinstance(blend, Blend) and blend.weights:
             share = blend.weights[at] / sum(blend.weights)
-            notes.append(f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times through it")
+            notes.append(
+                f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times"
+                " through it"
+            )
         if part.packed is not None and part.packed.num_cut:
             cut, length = part.packed.num_cut, part.sequence_length
-            notes.append(f"{cut:,} of {len(part.documents):,} documents are longer than {length:,} tokens and cut")
+            notes.append(
+                f"{cut:,} of {len(part.documents):,} documents are longer than {length:,} tokens"
+                " and cut"
+            )
         if notes:
             lines.append(f"data       {part.prefix}: {'; '.join(notes)}")
     return "\n".join(lines)
 
 
 def warn_of_small_validation(validation: Source | None, global_batch: int) -> str:
-    """Return a warning if validation has fewer samples than a global batch: its loss is noisy; empty otherwise."""
+    """Return a warning if validation has fewer samples than a global batch: its loss is noisy;
+    empty otherwise.
+    """
     if not isinstance(validation, AnySource) or validation.num_samples >= global_batch:
         return ""
     samples = format_number_of(validation.num_samples, "sample")
     return (
-        f"warning    validation has {samples}, less than one global batch ({global_batch:,}): its loss is noisy. Give "
-        f"it more text, such as a larger --validation-share of `meshwright data`"
+        f"warning    validation has {samples}, less than one global batch ({global_batch:,}): its"
+        " loss is noisy. Give it more text, such as a larger --validation-share of `meshwright"
+        " data`"
     )
 
 
@@ -212,29 +244,40 @@ def corpus_times(source: Source) -> dict[str, int]:
 
 def live_files(*sources: Source | None) -> LiveFiles:
     """Return the files of the sources' corpora as they are now."""
-    return LiveFiles(path for source in sources for corpus in _corpora(source) for path in corpus.files())
+    return LiveFiles(
+        path for source in sources for corpus in _corpora(source) for path in corpus.files()
+    )
 
 
 def unigram_nats(source: Source | None) -> float | None:
-    """Return the unigram baseline of a corpus in nats per token; None without a fingerprint, and for blends."""
-    if isinstance(source, CorpusSource) and isinstance(source.corpus, Corpus) and source.corpus.known:
+    """Return the unigram baseline of a corpus in nats per token; None without a fingerprint,
+    and for blends.
+    """
+    if (
+        isinstance(source, CorpusSource)
+        and isinstance(source.corpus, Corpus)
+        and source.corpus.known
+    ):
         return source.corpus.known.unigram_baseline_nats
     return None
 
 
-def _end_of_document_id(config: RunConfig) -> int | None:
-    """Return the end-of-document id of ``data.tokenizer``, for corpora without a fingerprint; or None."""
-    if config.data.tokenizer is None:
+def _end_of_document_id(file: str | None, model: Model) -> int | None:
+    """Return the end-of-document id of a tokenizer, for corpora without a fingerprint;
+    or None. ``file``: ``data.tokenizer``.
+    """
+    if file is None:
         return None
-    tokenizer = load(Path(config.data.tokenizer))
-    vocab_size = vocabulary_size(config.model.builder, config.model.options)
+    tokenizer = load(Path(file))
+    vocab_size = vocabulary_size(model.builder, model.options)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise DataError(
             "MW-DATA-090",
-            f"the tokenizer {config.data.tokenizer} has token ids up to {largest:,}, and the model's vocabulary "
-            f"{vocab_size:,} (ids 0 to {vocab_size - 1:,}): set model.options.vocab_size to {largest + 1:,} or more, "
-            f"or data.tokenizer to the one that belongs to the model",
+            f"the tokenizer {file} has token ids up to {largest:,}, and the"
+            f" model's vocabulary {vocab_size:,} (ids 0 to {vocab_size - 1:,}): set"
+            f" model.options.vocab_size to {largest + 1:,} or more, or data.tokenizer to the one"
+            " that belongs to the model",
         )
     return end_of_document_id(tokenizer)
 
@@ -242,41 +285,46 @@ def _end_of_document_id(config: RunConfig) -> int | None:
 def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None:
     """Open the source of one split; None if the configuration has none."""
     data, seed = config.data, config.run.seed
+    open_corpus_at = partial(_open_corpus, data, config.model, eod_id)
 
     def order(num_samples: int) -> SampleOrder | OnceInOrder:
         return SampleOrder(num_samples, seed) if split == "train" else OnceInOrder(num_samples)
 
     if data.builder is not None:
-        samples = open_dataset(config, split)
+        samples = open_dataset(data, split)
         if isinstance(samples, Stream):
-            return _open_stream(config, split, samples)
+            return _open_stream(config.batch, split, samples, config.train.validate_steps)
         return None if samples is None else DatasetSource(samples, order(samples.num_samples))
     where = data.train if split == "train" else data.validation
     if where is None:
         return None
     if split == "train" and data.stages:
-        return _source_of(config, *open_stages(config, lambda path: _open_corpus(config, path, eod_id)))
+        return _source_of(data, seed, *open_stages(config, open_corpus_at))
     if isinstance(where, str):
-        corpus = _open_corpus(config, where, eod_id)
-        return _source_of(config, corpus, order(corpus.num_samples))
-    corpora = [_open_corpus(config, each.path, eod_id) for each in where]
+        corpus = open_corpus_at(where)
+        return _source_of(data, seed, corpus, order(corpus.num_samples))
+    corpora = [open_corpus_at(each.path) for each in where]
     blend = Blend(corpora, [each.weight for each in where])
-    orders = tuple(SampleOrder(each.num_samples, derive(seed, "data set", i)) for i, each in enumerate(corpora))
-    return _source_of(config, blend, BlendOrder(orders, whole_weights(blend.weights)))
+    orders = tuple(
+        SampleOrder(each.num_samples, derive(seed, "data set", i)) for i, each in enumerate(corpora)
+    )
+    return _source_of(data, seed, blend, BlendOrder(orders, whole_weights(blend.weights)))
 
 
-def _open_stream(config: RunConfig, split: str, stream: Stream) -> StreamSource:
-    """Return the source of a stream: endless for training, counted for validation up to train.validate_steps."""
-    global_batch = config.batch.global_batch
+def _open_stream(batch: Batch, split: str, stream: Stream, validate_steps: int) -> StreamSource:
+    """Return the source of a stream: endless for training,
+    counted for validation up to train.validate_steps.
+    """
+    global_batch = batch.global_batch
     assert global_batch is not None, "resolve the configuration first"
     if split == "train":
-        stream.is_due = Steps(config.batch).begins_at
+        stream.is_due = Steps(batch).begins_at
         return StreamSource(stream, global_batch)
-    return StreamSource(stream, global_batch, stream.count(config.train.validate_steps * global_batch))
+    return StreamSource(stream, global_batch, stream.count(validate_steps * global_batch))
 
 
-def _open_corpus(config: RunConfig, prefix: str, eod_id: int | None) -> Corpus:
-    data, vocab_size = config.data, vocabulary_size(config.model.builder, config.model.options)
+def _open_corpus(data: Data, model: Model, eod_id: int | None, prefix: str) -> Corpus:
+    vocab_size = vocabulary_size(model.builder, model.options)
     if data.task == "span_corruption":
         return open_corpus(prefix, data.sequence_length, vocab_size)
     rules = DocumentRules(data.packing, data.document_boundaries, data.eod_mask_loss, eod_id)
@@ -284,8 +332,8 @@ def _open_corpus(config: RunConfig, prefix: str, eod_id: int | None) -> Corpus:
 
 
 def _source_of(
-    config: RunConfig, corpus: Corpus | Blend, order: Callable[[int], int | None]
+    data: Data, seed: int, corpus: Corpus | Blend, order: Callable[[int], int | None]
 ) -> CorpusSource | SpanCorruptionSource:
-    if config.data.task == "span_corruption":
-        return SpanCorruptionSource(corpus, order, config.data.sequence_length, config.run.seed)
+    if data.task == "span_corruption":
+        return SpanCorruptionSource(corpus, order, data.sequence_length, seed)
     return CorpusSource(corpus, order)

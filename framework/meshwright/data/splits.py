@@ -1,6 +1,7 @@
 """Splits of a corpus: train, validation and test, by whole documents or by position in the text.
 
-``documents``  a hash of the seed and of the document's number chooses its split. With few documents the shares of the
+``documents``  a hash of the seed and of the document's number chooses its split. With few documents
+the shares of the
                tokens are far from those asked for, and one document cannot be split at all.
 ``position``   the last tokens of a document go to validation and test, as many as are owed at that point of the text:
                the shares of the tokens are exact, and validation has text of every long document.
@@ -16,9 +17,13 @@ from numpy.typing import NDArray
 
 SPLITS = ("train", "validation", "test")
 FEW_DOCUMENTS = 1_000
-"""Corpora of fewer documents are split by position: of 1,000 with a share of 5 %, 50 +- 7 would be for validation."""
+"""Corpora of fewer documents are split by position: of 1,000 with a share of 5 %,
+50 +- 7 would be for validation.
+"""
 SHORTEST_PART = 32
-"""Tokens that are owed to a split before a document is cut for it; shorter parts have hardly a token to predict."""
+"""Tokens that are owed to a split before a document is cut for it;
+shorter parts have hardly a token to predict.
+"""
 
 
 class SplitRule(Enum):
@@ -36,11 +41,22 @@ class SplitRule(Enum):
         return SplitRule.POSITION if num_documents < FEW_DOCUMENTS else SplitRule.DOCUMENTS
 
 
-def split_of(numbers: NDArray[np.int64], seed: int, validation_share: float, test_share: float) -> NDArray[np.int64]:
-    """Return the index in :data:`SPLITS` of each document, (documents,). It follows from seed and number alone."""
+def split_of(
+    numbers: NDArray[np.int64], seed: int, validation_share: float, test_share: float
+) -> NDArray[np.int64]:
+    """Return the index in :data:`SPLITS` of each document, (documents,).
+    It follows from seed and number alone.
+    """
     key = blake2b(f"split of documents/{seed}".encode(), digest_size=8).digest()
-    places = _mixed(numbers.astype(np.uint64) + np.uint64(int.from_bytes(key, "little"))).astype(np.float64) / 2.0**64
-    return np.where(places < validation_share, 1, np.where(places < validation_share + test_share, 2, 0))
+    places = (
+        _mixed(numbers.astype(np.uint64) + np.uint64(int.from_bytes(key, "little"))).astype(
+            np.float64
+        )
+        / 2.0**64
+    )
+    return np.where(
+        places < validation_share, 1, np.where(places < validation_share + test_share, 2, 0)
+    )
 
 
 def owed_tokens(share: float, seen: int, given: int) -> int:
@@ -54,14 +70,18 @@ def owed_tokens(share: float, seen: int, given: int) -> int:
     return max(0, int(share * seen) - given)
 
 
-def part_of_document(length: int, owed: int, *, may_cut: bool, shortest: int = SHORTEST_PART) -> int:
-    """Return how many of a document's last tokens go to a split that is owed some: none, the owed ones, or all.
+def part_of_document(
+    length: int, owed: int, *, may_cut: bool, shortest: int = SHORTEST_PART
+) -> int:
+    """Return how many of a document's last tokens go to a split that is owed some: none,
+    the owed ones, or all.
 
     Args:
         length: tokens that the document has left.
         owed: tokens that the split is owed.
         shortest: units that are owed before a document is cut; the units may also be bytes.
-        may_cut: False if a document goes to one split as a whole: half a conversation has no labels, or no prompt.
+        may_cut: False if a document goes to one split as a whole: half a conversation has no
+            labels, or no prompt.
     """
     if owed < min(shortest, length):
         return 0

@@ -4,8 +4,9 @@
     data.stages[0]    samples a .. b - 1
     data.stages[1]    samples b ..
 
-A sample index of the run alone gives the stage, the corpus and the sample, so a resume needs one number, in the middle
-of a stage and across stages. A corpus that occurs in several stages continues in its order where the earlier stage
+A sample index of the run alone gives the stage, the corpus and the sample, so a resume needs one
+number, in the middle of a stage and across stages. A corpus that occurs in several stages continues
+in its order where the earlier stage
 stopped: no sample repeats before its whole corpus was read once.
 """
 
@@ -54,7 +55,9 @@ class StageOrder:
 
     def __call__(self, global_index: int) -> int:
         """Return the number of the run's sample ``global_index``."""
-        stage = self.stages[bisect_right(self.stages, global_index, key=lambda each: each.first) - 1]
+        stage = self.stages[
+            bisect_right(self.stages, global_index, key=lambda each: each.first) - 1
+        ]
         at, place = stage.order.place(global_index - stage.first)
         corpus = stage.corpora[at]
         before = sum(order.num_samples for order in self.orders[:corpus])
@@ -64,7 +67,9 @@ class StageOrder:
 class StageBlend(Blend):
     """All corpora of a run with data stages, with consecutive sample numbers."""
 
-    def __init__(self, corpora: Sequence[Corpus], stages: tuple[StageCorpora, ...], batch: Batch) -> None:
+    def __init__(
+        self, corpora: Sequence[Corpus], stages: tuple[StageCorpora, ...], batch: Batch
+    ) -> None:
         super().__init__(corpora)
         self.stages = stages
         self.batch = batch
@@ -76,29 +81,41 @@ class StageBlend(Blend):
         for stage, end in zip(self.stages, ends, strict=True):
             first_step, last_step = step_of(self.batch, stage.first), step_of(self.batch, end - 1)
             lines.append(
-                f"data       {stage.key}, steps {first_step:,} to {last_step:,}, {end - stage.first:,} samples:"
+                f"data       {stage.key}, steps {first_step:,} to {last_step:,},"
+                f" {end - stage.first:,} samples:"
             )
-            for index, drawn in zip(stage.corpora, stage.order.drawn(end - stage.first), strict=True):
+            for index, drawn in zip(
+                stage.corpora, stage.order.drawn(end - stage.first), strict=True
+            ):
                 corpus = self.corpora[index]
                 share, times = drawn / max(end - stage.first, 1), drawn / corpus.num_samples
-                lines.append(f"           {share:.1%} of {corpus.prefix}, {times:.3g} times through it")
+                lines.append(
+                    f"           {share:.1%} of {corpus.prefix}, {times:.3g} times through it"
+                )
         return lines
 
 
-def open_stages(config: RunConfig, open_corpus: Callable[[str], Corpus]) -> tuple[StageBlend, StageOrder]:
+def open_stages(
+    config: RunConfig, open_corpus: Callable[[str], Corpus]
+) -> tuple[StageBlend, StageOrder]:
     """Open the corpora of all stages of a resolved configuration, each once, and draw their order.
 
     Raises:
-        DataError: a corpus is damaged or does not fit the model, or the last stage begins after the last sample.
+        DataError: a corpus is damaged or does not fit the model, or the last stage begins after the
+            last sample.
     """
     data, seed = config.data, config.run.seed
-    starts = [each.from_samples or samples_after(config.batch, (each.from_step or 1) - 1) for each in data.stages]
+    starts = [
+        each.from_samples or samples_after(config.batch, (each.from_step or 1) - 1)
+        for each in data.stages
+    ]
     num_samples = samples_after(config.batch, config.train.steps)
     if starts[-1] >= num_samples:
         raise DataError(
             "MW-DATA-105",
-            f"data.stages: a stage from sample {starts[-1]:,} on never starts in the {num_samples:,} samples of "
-            f"train.steps = {config.train.steps:,}: leave it out, or train longer",
+            f"data.stages: a stage from sample {starts[-1]:,} on never starts in the"
+            f" {num_samples:,} samples of train.steps = {config.train.steps:,}: leave it out, or"
+            " train longer",
         )
     keys = ["data.train", *(f"data.stages[{at}].train" for at in range(len(data.stages)))]
     corpora: list[Corpus] = []
@@ -109,21 +126,31 @@ def open_stages(config: RunConfig, open_corpus: Callable[[str], Corpus]) -> tupl
     drawn: Counter[int] = Counter()
     mixtures = [data.train, *(each.train for each in data.stages)]
     for at, (first, mixture) in enumerate(zip([0, *starts], mixtures, strict=True)):
-        parts = [(mixture, 1.0)] if isinstance(mixture, str) else [(each.path, each.weight) for each in mixture]
+        if isinstance(mixture, str):
+            parts = [(mixture, 1.0)]
+        else:
+            parts = [(each.path, each.weight) for each in mixture]
         found: list[int] = []
         for i, (path, _) in enumerate(parts):
             name = realpath(path), [realpath(other) for other, _ in parts[:i]].count(realpath(path))
             if name not in place:
                 place[name] = len(corpora)
                 corpora.append(open_corpus(path))
-                own_seed = derive(seed, "data set", i) if at == 0 else derive(seed, "data stage", at, i)
+                if at == 0:
+                    own_seed = derive(seed, "data set", i)
+                else:
+                    own_seed = derive(seed, "data stage", at, i)
                 is_alone = at == 0 and isinstance(mixture, str)
                 orders.append(SampleOrder(corpora[-1].num_samples, seed if is_alone else own_seed))
             found.append(place[name])
         weights = tuple(weight for _, weight in parts)
         order = BlendOrder(tuple(orders[index] for index in found), whole_weights(weights))
         is_mixture, offsets = not isinstance(mixture, str), tuple(drawn[index] for index in found)
-        stages.append(StageCorpora(first, keys[at], tuple(found), weights, is_mixture, order, offsets))
+        stages.append(
+            StageCorpora(first, keys[at], tuple(found), weights, is_mixture, order, offsets)
+        )
         if at < len(starts):
             drawn.update(dict(zip(found, order.drawn(starts[at] - first), strict=True)))
-    return StageBlend(corpora, tuple(stages), config.batch), StageOrder(tuple(stages), tuple(orders))
+    return StageBlend(corpora, tuple(stages), config.batch), StageOrder(
+        tuple(stages), tuple(orders)
+    )

@@ -1,15 +1,18 @@
-"""User-defined streams: iterable datasets of unknown length, which can be continued exactly from any sample.
+"""User-defined streams: iterable datasets of unknown length,
+which can be continued exactly from any sample.
 
-    builder(split, **data.options) -> an iterable of samples that can be restarted in one of three ways:
+    builder(split, **data.options) -> an iterable of samples that can be restarted in one of three
+    ways:
         state_dict(), load_state_dict(state)    plain JSON after each sample: a resume reads nothing twice
         iterate(start)                          an iterator from sample number ``start`` of an epoch on
         neither                                 each iteration gives the same samples: a resume reads them again
     set_epoch(epoch)                            optional: called before each epoch; otherwise all epochs are equal
 
-Sample i of the run is the i-th of the stream, epoch after epoch, so that the order is the same on any layout. Each
-replica reads the whole stream and keeps its own samples; only those reach ``data.collate``. A mark is a position from
-which the stream can be continued: one is kept at each global batch, with the sample after it, and a checkpoint holds
-one. Before the first step a few samples are read twice, to test that the stream continues exactly from a mark.
+Sample i of the run is the i-th of the stream, epoch after epoch, so that the order is the same on
+any layout. Each replica reads the whole stream and keeps its own samples; only those reach
+``data.collate``. A mark is a position from which the stream can be continued: one is kept at each
+global batch, with the sample after it, and a checkpoint holds one. Before the first step a few
+samples are read twice, to test that the stream continues exactly from a mark.
 """
 
 from __future__ import annotations
@@ -51,23 +54,35 @@ def is_stream(dataset: Any) -> bool:
     """Return True for an iterable dataset, one that is not indexed by sample number."""
     by_number = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "iterate")
-    return isinstance(dataset, IterableDataset) or (is_iterable and not by_number) or hasattr(dataset, "iterate")
+    return (
+        isinstance(dataset, IterableDataset)
+        or (is_iterable and not by_number)
+        or hasattr(dataset, "iterate")
+    )
 
 
 class Stream:
-    """An iterable dataset as an endless sequence of numbered samples, which can be read from any number on."""
+    """An iterable dataset as an endless sequence of numbered samples,
+    which can be read from any number on.
+    """
 
     def __init__(self, name: str, make: Callable[[], Any], collate: Collate) -> None:
-        """Read the dataset that ``make`` builds; each call builds one that starts from its first sample."""
+        """Read the dataset that ``make`` builds;
+        each call builds one that starts from its first sample.
+        """
         self.name, self.collate = name, collate
         self.is_due: Callable[[int], bool] = lambda number: False
-        """Function that returns True for the sample numbers at which a mark is kept: the first sample of each step."""
+        """Function that returns True for the sample numbers at which a mark is kept:
+        the first sample of each step.
+        """
         self._make = make
         self._lock = threading.RLock()
         self._begin = StreamMark(0, 0, 0, None)
         self._marks: dict[int, StreamMark] = {}
         self._after: dict[int, Any] = {}
-        """Number of a mark -> the raw sample at it, once read; read-ahead reads it before the checkpoint is saved."""
+        """Number of a mark -> the raw sample at it, once read;
+        read-ahead reads it before the checkpoint is saved.
+        """
         self._at = self._begin
         self._dataset: Any = None
         self._samples: Iterator[Any] | None = None
@@ -78,7 +93,8 @@ class Stream:
 
     @staticmethod
     def open(name: str, dataset: Any, make: Callable[[], Any], collate: Collate) -> Stream:
-        """Return a stream that has passed a test: continued from a mark, it gives the same samples as without a break.
+        """Return a stream that has passed a test: continued from a mark,
+        it gives the same samples as without a break.
 
         Raises:
             DataError: it does not, or samples are no tensors of one shape.
@@ -86,22 +102,25 @@ class Stream:
         if buffer := _buffer_of(dataset):
             raise DataError(
                 "MW-DATA-116",
-                f"{name} shuffles in a {buffer}, which Hugging Face datasets leave out of the state: a resumed run "
-                f"would lose its samples. Shuffle before (datasets.Dataset.shuffle, then save_to_disk), or read the "
-                f"dataset map-style",
+                f"{name} shuffles in a {buffer}, which Hugging Face datasets leave out of the"
+                " state: a resumed run would lose its samples. Shuffle before"
+                " (datasets.Dataset.shuffle, then save_to_disk), or read the dataset map-style",
             )
         if not _has_state(dataset) and not hasattr(dataset, "iterate") and iter(dataset) is dataset:
             raise DataError(
                 "MW-DATA-109",
-                f"{name} is a {type(dataset).__name__}, which can be read only once: a resumed run could not find its "
-                f"place. Return an iterable that begins anew in each `for`, or one with state_dict and "
-                f"load_state_dict, or with iterate(start)",
+                f"{name} is a {type(dataset).__name__}, which can be read only once: a resumed run"
+                " could not find its place. Return an iterable that begins anew in each `for`, or"
+                " one with state_dict and load_state_dict, or with iterate(start)",
             )
         numbers = range(TRIED)
         first = Stream(name, make, collate)
         raws = [first.raw(number) for number in numbers]
         first.collate = collate._replace(like=specs_of(*collate.one(raws[0], 0)))
-        hashes = [sha256_of(first.collate.one(raw, number)) for raw, number in zip(raws, numbers, strict=True)]
+        hashes = [
+            sha256_of(first.collate.one(raw, number))
+            for raw, number in zip(raws, numbers, strict=True)
+        ]
         first.collate.check_rows(raws[:2], numbers[:2])
         again = Stream(name, make, first.collate)
         again.restore(json.loads(json.dumps(first.state_at(TRIED_MARK))))
@@ -116,7 +135,9 @@ class Stream:
         self._dataset = self._make() if self._dataset is None else self._dataset
         if _has_state(self._dataset):
             return "by load_state_dict"
-        return "by iterate(start)" if hasattr(self._dataset, "iterate") else "by reading from the begin of the epoch"
+        if hasattr(self._dataset, "iterate"):
+            return "by iterate(start)"
+        return "by reading from the begin of the epoch"
 
     def raw(self, number: int) -> Any:
         """Return one raw sample: read forward to it, or first go back to a mark before it."""
@@ -142,7 +163,9 @@ class Stream:
             if number not in self._marks:
                 if number:
                     self.raw(number - 1)
-                self._remember(self._mark() if number and self._at.number == number else self._begin)
+                self._remember(
+                    self._mark() if number and self._at.number == number else self._begin
+                )
             return self._marks[number]._replace(next=sha256_of(self.sample(number)))._asdict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -171,13 +194,16 @@ class Stream:
     def _raise_inexact(self, number: int) -> NoReturn:
         raise DataError(
             "MW-DATA-110",
-            f"{self.name} cannot be resumed exactly: continued {self.how}, its sample {number} differs from the one "
-            f"read without a break. Samples in a shuffle buffer that is not in the state, random numbers without a "
-            f"fixed seed, changed files, or a count that is raised only after `yield` do this",
+            f"{self.name} cannot be resumed exactly: continued {self.how}, its sample {number}"
+            " differs from the one read without a break. Samples in a shuffle buffer that is not"
+            " in the state, random numbers without a fixed seed, changed files, or a count that is"
+            " raised only after `yield` do this",
         )
 
     def _mark_before(self, number: int) -> StreamMark:
-        return max((mark for mark in self._marks.values() if mark.number <= number), default=self._begin)
+        return max(
+            (mark for mark in self._marks.values() if mark.number <= number), default=self._begin
+        )
 
     def _remember(self, mark: StreamMark) -> None:
         for kept in (self._marks, self._after):
@@ -204,14 +230,15 @@ class Stream:
         except BaseException as error:
             raise DataError(
                 "MW-DATA-111",
-                f"{self.name}: state_dict() of {type(self._dataset).__name__} failed or is no plain JSON"
-                f"{error_place(error)}: {reason_of(error)}",
+                f"{self.name}: state_dict() of {type(self._dataset).__name__} failed or is no plain"
+                f" JSON{error_place(error)}: {reason_of(error)}",
             ) from error
         if len(text) > MAX_STATE_CHARS:
             raise DataError(
                 "MW-DATA-112",
-                f"{self.name}: state_dict() of {type(self._dataset).__name__} has {len(text):,} characters as JSON, at "
-                f"most {MAX_STATE_CHARS:,}: keep counts and seeds in it, not samples",
+                f"{self.name}: state_dict() of {type(self._dataset).__name__} has {len(text):,}"
+                f" characters as JSON, at most {MAX_STATE_CHARS:,}: keep counts and seeds in it,"
+                " not samples",
             )
         return self._at._replace(state=json.loads(text))
 
@@ -237,8 +264,8 @@ class Stream:
         except BaseException as error:
             raise DataError(
                 "MW-DATA-113",
-                f"{self.name} cannot continue {self.how} at sample {mark.read} of epoch {mark.epoch}"
-                f"{error_place(error)}: {reason_of(error)}",
+                f"{self.name} cannot continue {self.how} at sample {mark.read} of epoch"
+                f" {mark.epoch}{error_place(error)}: {reason_of(error)}",
             ) from error
 
     def _next(self) -> Any:
@@ -249,7 +276,9 @@ class Stream:
             raw = own_copy(next(self._samples))
         except StopIteration:
             if at.read == 0:
-                raise DataError("MW-DATA-114", f"{self.name} has no samples in epoch {at.epoch}") from None
+                raise DataError(
+                    "MW-DATA-114", f"{self.name} has no samples in epoch {at.epoch}"
+                ) from None
             self._begin_at(StreamMark(at.number, at.epoch + 1, 0, None))
             return self._next()
         except KeyboardInterrupt:
@@ -257,7 +286,8 @@ class Stream:
         except BaseException as error:
             raise DataError(
                 "MW-DATA-115",
-                f"{self.name}: sample {at.read} of epoch {at.epoch} failed{error_place(error)}: {reason_of(error)}",
+                f"{self.name}: sample {at.read} of epoch {at.epoch} failed{error_place(error)}:"
+                f" {reason_of(error)}",
             ) from error
         self._at = StreamMark(at.number + 1, at.epoch, at.read + 1, None)
         self._last = at.number, raw
@@ -285,5 +315,10 @@ def _buffer_of(dataset: Any, depth: int = 0) -> str | None:
     inner = [getattr(dataset, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
     inner += getattr(dataset, "ex_iterables", None) or []
     return next(
-        (found for each in inner if depth < 20 and each is not None and (found := _buffer_of(each, depth + 1))), None
+        (
+            found
+            for each in inner
+            if depth < 20 and each is not None and (found := _buffer_of(each, depth + 1))
+        ),
+        None,
     )

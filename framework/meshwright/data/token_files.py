@@ -1,6 +1,8 @@
-"""Readers of a corpus checked by :func:`~meshwright.data.indexed.inspect`: tokens, document boundaries, the mask.
+"""Readers of a corpus checked by :func:`~meshwright.data.indexed.inspect`: tokens,
+document boundaries, the mask.
 
-They use pread instead of mmap: a file that is truncated during a run raises an error instead of SIGBUS.
+They use pread instead of mmap: a file that is truncated during a run raises an error instead of
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Documents:
 
     index: Index
     starts: NDArray[np.int64] | FileReader
-    """Byte offset of each document; read from the file on access if every document is one sequence (the usual case)."""
+    """Byte offset of each document; read from the file on access
+    if every document is one sequence (the usual case).
+    """
     itemsize: int
     """Bytes per token, the divisor of ``starts``."""
 
@@ -35,13 +39,17 @@ class Documents:
         return self.index.num_documents
 
     def start(self, number: int) -> int:
-        """Return the first token of a document. ``number`` = number of documents returns the end of the last one."""
+        """Return the first token of a document.
+        ``number`` = number of documents returns the end of the last one.
+        """
         if number >= len(self):
             return self.index.num_tokens
         return int(self._read(number, 1)[0]) // self.itemsize
 
     def at(self, token: int) -> int:
-        """Return the document that contains a token; the last one if empty documents start there too."""
+        """Return the document that contains a token;
+        the last one if empty documents start there too.
+        """
         return bisect_right(range(len(self)), token, key=self.start) - 1
 
     def all_starts(self) -> NDArray[np.int64]:
@@ -104,15 +112,15 @@ class FileReader:
         except OSError as error:
             raise DataError(
                 "MW-DATA-030",
-                f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). Check its file system; "
-                f"the same command resumes from the last checkpoint",
+                f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno})."
+                " Check its file system; the same command resumes from the last checkpoint",
             ) from error
         if num_read < len(buffer):
             raise DataError(
                 "MW-DATA-031",
-                f"{self.path} has {now:,} bytes, and had {self._size:,} when it was opened: it was cut short "
-                f"while it was in use. Restore it from an intact copy; the same command resumes from the last "
-                f"checkpoint",
+                f"{self.path} has {now:,} bytes, and had {self._size:,} when it was opened: it was"
+                " cut short while it was in use. Restore it from an intact copy; the same command"
+                " resumes from the last checkpoint",
             )
         return values
 
@@ -139,7 +147,9 @@ class TokenStream:
     def read(self, start: int, count: int) -> NDArray[np.int64]:
         """Return a copy of the tokens ``[start, start + count)``, (count,) int64."""
         assert start >= 0 and start + count <= len(self), (start, count, len(self))
-        return self._tokens.read(self.index.dtype, start * self.index.dtype.itemsize, count).astype(np.int64)
+        return self._tokens.read(self.index.dtype, start * self.index.dtype.itemsize, count).astype(
+            np.int64
+        )
 
 
 class Mask:
@@ -154,8 +164,9 @@ class Mask:
         if path.stat().st_size != index.num_tokens:
             raise DataError(
                 "MW-DATA-032",
-                f"{path} has {path.stat().st_size:,} bytes where the corpus has {index.num_tokens:,} tokens, one for "
-                f"each: it was cut short or is of another corpus. Next: {RESTORE}",
+                f"{path} has {path.stat().st_size:,} bytes where the corpus has"
+                f" {index.num_tokens:,} tokens, one for each: it was cut short or is of another"
+                f" corpus. Next: {RESTORE}",
             )
         self._bytes = FileReader(path)
 

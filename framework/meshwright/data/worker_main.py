@@ -1,4 +1,6 @@
-"""Main program of a process of ``data.workers``: python -m meshwright.data.worker_main JOBS_FD RESULTS_FD"""
+"""Main program of a process of ``data.workers``:
+python -m meshwright.data.worker_main JOBS_FD RESULTS_FD
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from meshwright.terminal.output import make_printable
 
 
 def open_reader(config: RunConfig) -> Callable[[Any], Any]:
-    """Open the dataset of the configuration; return the function that computes the samples of a job."""
+    """Open the dataset of the configuration;
+    return the function that computes the samples of a job.
+    """
     data = config.data.model_copy(update={"workers": 0, "processes": False})
     source = open_sources(config.model_copy(update={"data": data}))[0]
     assert isinstance(source, DatasetSource | StreamSource)
@@ -47,10 +51,14 @@ def serve(jobs: Connection, results: Connection) -> None:
 
 if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(each, signal.SIG_IGN)  # sent to the whole group: the rank decides, and its end closes the pipe
+        # sent to the whole group: the rank decides, and its end closes the pipe
+        signal.signal(each, signal.SIG_IGN)
     make_printable()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
-        serve(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))
+        serve(
+            Connection(int(sys.argv[1]), writable=False),
+            Connection(int(sys.argv[2]), readable=False),
+        )
     sys.stdout.flush()
     os._exit(0)  # not held up by threads of the dataset

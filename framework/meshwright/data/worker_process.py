@@ -1,10 +1,12 @@
-"""Processes that compute samples for the threads that read ahead (``data.processes``), one for each thread.
+"""Processes that compute samples for the threads that read ahead (``data.processes``),
+one for each thread.
 
-    thread --job--> python -m meshwright.data.worker_main: dataset and collate function of the same configuration
+    thread --job--> python -m meshwright.data.worker_main: dataset and collate function of the same
+    configuration
            <-- (inputs, labels), or the error
 
-A process ends with the rank: its pipe of jobs closes. One that dies ends the run with an error. Only a rank and the
-process that it has started write to these pipes.
+A process ends with the rank: its pipe of jobs closes. One that dies ends the run with an error.
+Only a rank and the process that it has started write to these pipes.
 """
 
 from __future__ import annotations
@@ -26,18 +28,25 @@ HIDDEN_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 class WorkerProcess:
-    """Process that turns a job (sample indices, or the raw samples of a stream) into (inputs, labels)."""
+    """Process that turns a job (sample indices, or the raw samples of a stream) into (inputs,
+    labels).
+    """
 
     def __init__(self, config: RunConfig) -> None:
         """Start the process; it opens the dataset of the configuration itself."""
         down, jobs = os.pipe()
         results, up = os.pipe()
-        environment = os.environ | HIDDEN_DEVICES | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = (
+            os.environ | HIDDEN_DEVICES | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        )
         words = [sys.executable, "-P", "-m", "meshwright.data.worker_main", str(down), str(up)]
-        self._process = subprocess.Popen(words, pass_fds=(down, up), env=environment, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            words, pass_fds=(down, up), env=environment, stdin=subprocess.DEVNULL
+        )
         os.close(down)
         os.close(up)
-        self._jobs, self._results = Connection(jobs, readable=False), Connection(results, writable=False)
+        self._jobs = Connection(jobs, readable=False)
+        self._results = Connection(results, writable=False)
         self._first: Any = config
 
     def __call__(self, job: Any) -> tuple[Any, Tensor]:
@@ -55,8 +64,9 @@ class WorkerProcess:
         except (EOFError, OSError) as error:
             raise DataError(
                 "MW-DATA-117",
-                f"a process of data.workers has died (exit code {self._process.wait()}): its memory may have run out, "
-                f"or code of data.builder or data.collate ended it. data.processes = false runs that code in threads",
+                f"a process of data.workers has died (exit code {self._process.wait()}): its memory"
+                " may have run out, or code of data.builder or data.collate ended it."
+                " data.processes = false runs that code in threads",
             ) from error
         if isinstance(answer, UserError):
             raise answer
@@ -71,7 +81,8 @@ class WorkerProcess:
         except Exception as error:  # a raw sample of a stream may be anything
             raise DataError(
                 "MW-DATA-119",
-                f"data.processes = true sends samples of a stream to the process that collates them, and these "
-                f"cannot be pickled ({error}): yield plain values, or use data.processes = false",
+                "data.processes = true sends samples of a stream to the process that collates"
+                f" them, and these cannot be pickled ({error}): yield plain values, or use"
+                " data.processes = false",
             ) from error
         self._jobs.send_bytes(message)

@@ -1,1 +1,3 @@
-"""Data parallelism: gradients in flat buckets, their reductions, and shards of the state under ZeRO-1, 2 and 3."""
+"""Data parallelism: gradients in flat buckets, their reductions,
+and shards of the state under ZeRO-1, 2 and 3.
+"""

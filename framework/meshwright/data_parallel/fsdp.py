@@ -1,12 +1,15 @@
-"""Private parts of torch's FSDP2 (``fully_shard``) that ZeRO-3 uses; :mod:`.fsdp_parameter` has those of a parameter.
+"""Private parts of torch's FSDP2 (``fully_shard``) that ZeRO-3 uses;
+:mod:`.fsdp_parameter` has those of a parameter.
 
-FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's groups, so bytes are
-counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo the reduce-scatter sends half
-the bytes of gloo's own.
+FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's
+groups, so bytes are counted, failures name the ranks, and a hang report lists the ranks that wait.
+With gloo the reduce-scatter sends half the bytes of gloo's own.
 
-A unit (FSDP's parameter group) is gathered by one collective. It is a layer without the modules that share a weight
-with another module. Modules that share a weight form a unit together. Its weights stay gathered from forward to
-backward: its last module, most often the head, needs them when the stage's memory use is highest anyway.
+A unit (FSDP's parameter group) is gathered by one collective. It is a layer without the modules
+that share a weight with another module. Modules that share a weight form a unit together. Its
+weights stay gathered from forward to
+backward: its last module, most often the head, needs them when the stage's memory use is highest
+anyway.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ PRIVATE_TORCH = {
 }
 """Private names of torch, and the oldest and the newest version in which they were found."""
 
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # _clone_views clones such outputs
+# _clone_views clones such outputs
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
 class _Collective:
@@ -65,7 +69,9 @@ class _Collective:
 class _Gather(_Collective):
     """All-gather. Bytes per rank: M (n-1)/n, M = bytes of the output. Blocks."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
         self._group.all_gather(output_tensor, input_tensor).wait()
 
 
@@ -73,20 +79,29 @@ class _ReduceScatter(_Collective):
     """Reduce-scatter, always a sum. Bytes per rank: M (n-1)/n, M = bytes of the input. Blocks."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         self._group.reduce_scatter(output_tensor, input_tensor).wait()
 
 
 class ExpertUnits(NamedTuple):
-    """Modules of experts, each a unit that is sharded over ``shard``, another group than its layer's."""
+    """Modules of experts, each a unit that is sharded over ``shard_group``,
+    another group than its layer's.
+    """
 
     modules: Sequence[nn.Module] = ()
-    shard: Group | None = None
+    shard_group: Group | None = None
 
 
 class FsdpLayers:
-    """Layers of a stage under FSDP: gathered and freed unit by unit, with collectives over the mesh's groups."""
+    """Layers of a stage under FSDP: gathered and freed unit by unit,
+    with collectives over the mesh's groups.
+    """
 
     def __init__(
         self,
@@ -99,37 +114,42 @@ class FsdpLayers:
         ignored: Set[nn.Parameter],
         experts: ExpertUnits,
     ) -> None:
-        """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``, and move the shards to ``device``.
+        """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``,
+        and move the shards to ``device``.
 
-        It does so unit by unit, so that the device never holds the full stage. Parameters in ``ignored`` stay as they
-        are. Frozen ones are sharded and gathered in ``dtype``.
+        It does so unit by unit, so that the device never holds the full stage. Parameters in
+        ``ignored`` stay as they are. Frozen ones are sharded and gathered in ``dtype``.
 
         Args:
-            dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
+            dtype: dtype in which the weights are gathered; shards and gradients are float32
+                (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
             experts: modules inside the layers that are sharded over another group.
         """
         self.dtype = dtype
         self.copies_gradients = offload and device.type == "cuda"
-        """True if FSDP copies reduced gradients to pinned memory, where FullyShardedStage accumulates them."""
+        """True if FSDP copies reduced gradients to pinned memory,
+        where FullyShardedReplica accumulates them.
+        """
         shard_dtype = accumulation_dtype(dtype)
-        options: dict[str, Any] = {"mesh": shard.device_mesh(device.type), "ignored_params": set(ignored)}
+        options: dict[str, Any] = {
+            "mesh": shard.device_mesh(device.type),
+            "ignored_params": set(ignored),
+        }
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if dtype != shard_dtype:
-            options["mp_policy"] = MixedPrecisionPolicy(dtype, shard_dtype, cast_forward_inputs=False)
+            options["mp_policy"] = MixedPrecisionPolicy(
+                dtype, shard_dtype, cast_forward_inputs=False
+            )
+        # innermost first: fully_shard leaves out what an inner module has sharded
         _shard_experts(experts, shard_dtype, options, device)
         _shard_units(layers, shard_dtype, options)
         self._root = fully_shard(layers, **options)
         modules = [module for module in layers.modules() if isinstance(module, FSDPModule)]
         self._shared = [module for module in modules if _shares_unit(module)]
         _connect(modules, shard, experts)
-        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
-        for layer in sharded:
-            layer.register_forward_hook(_clone_views, prepend=True)
-        for before, after in itertools.pairwise(layer for layer in sharded if layer not in self._shared):
-            before.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([before])
+        self._prefetch(layers)
         self._state: Any = self._root._get_fsdp_state()
         self._state._lazy_init()  # otherwise done by the root's forward, which is never called
         self.parameters: list[FsdpParameter] = []
@@ -141,26 +161,46 @@ class FsdpLayers:
         self.is_reduction_due = False
         """True during a backward, or a W, whose gradients are reduced in it or right after it."""
         for unit in self.units():
-            every = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
-            parameters = [each for each in every if each.sharded.requires_grad]
-            unit.post_backward = self._prepared(unit, parameters)
-            self.parameters += parameters
-            self.frozen += [each for each in every if not each.sharded.requires_grad]
+            parameters = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
+            trained = [each for each in parameters if each.sharded.requires_grad]
+            unit.post_backward = self._prepared(unit, trained)
+            self.parameters += trained
+            self.frozen += [each for each in parameters if not each.sharded.requires_grad]
         for state in self._states():
-            state._root_post_backward_final_callback = self._ending(state._root_post_backward_final_callback)
+            state._root_post_backward_final_callback = self._ending(
+                state._root_post_backward_final_callback
+            )
+
+    def _prefetch(self, layers: nn.Sequential) -> None:
+        """Make each layer gather the next one's weights in forward,
+        and those of the one before in backward.
+        """
+        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        for layer in sharded:
+            layer.register_forward_hook(_clone_views, prepend=True)
+        alone = [layer for layer in sharded if layer not in self._shared]
+        for before, after in itertools.pairwise(alone):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
 
     def _states(self) -> list[Any]:
-        """Return FSDP's state of each unit, once. (torch 2.11 lists the state of a shared unit once per module.)"""
+        """Return FSDP's state of each unit, once.
+        (torch 2.11 lists the state of a shared unit once per module.)
+        """
         return list(dict.fromkeys(self._state._state_ctx.all_states))
 
     def units(self) -> Iterator[Any]:
         """Yield FSDP's parameter groups, each gathered by one collective."""
         for state in self._states():
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has a single group
-            yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # torch 2.11 has a single group
+                groups = [state._fsdp_param_group]
+            yield from (group for group in groups if group is not None)
 
     def set_reducing(self, reduces: bool) -> None:
-        """Set whether the following backwards reduce-scatter the gradients of each unit, or only accumulate them."""
+        """Set whether the following backwards reduce-scatter the gradients of each unit,
+        or only accumulate them.
+        """
         self._root.set_requires_gradient_sync(reduces)
 
     def set_last_backward(self, is_last: bool) -> None:
@@ -170,36 +210,48 @@ class FsdpLayers:
     def set_reshard_shared(self, reshards: bool) -> None:
         """Set whether backward frees (reshards) the weights that several modules share.
 
-        FSDP gathers them again only if the modules ran inside one root forward. Here each layer is called by itself.
-        With several micro-batches in flight the weights therefore stay gathered until the last backward.
+        FSDP gathers them again only if the modules ran inside one root forward. Here each layer is
+        called by itself. With several micro-batches in flight the weights therefore stay gathered
+        until the last backward.
         """
         for module in self._shared:
             module.set_reshard_after_backward(reshards, recurse=False)
 
     def free_shared(self) -> None:
-        """Free (reshard) the weights that several modules share, gathered by a forward without a backward."""
+        """Free (reshard) the weights that several modules share,
+        gathered by a forward without a backward.
+        """
         for unit in self.units():
             if len(unit.modules) > 1:
-                unit._to_sharded()  # reshard() would keep them: the unit is still in its forward state
+                # reshard() would keep them: the unit is still in its forward state
+                unit._to_sharded()
 
-    def wait_for_gradients(self) -> None:
-        """Block the host until the gradients of all reductions posted so far are in host memory, if there are any.
+    def wait_for_host_copies(self) -> None:
+        """Block the host until the gradients of all reductions posted so far are in host memory,
+        if there are any.
 
-        FSDP copies them on its reduce-scatter stream. Alone it would wait for the copy of each parameter.
+        FSDP copies them on its reduce-scatter stream. Alone it would wait for the copy of each
+        parameter.
         """
         unit = next(self.units())
-        if unit.device.type == "cuda" and any(each.sharded.grad is not None for each in self.parameters):
+        has_gradients = any(each.sharded.grad is not None for each in self.parameters)
+        if unit.device.type == "cuda" and has_gradients:
             unit.comm_ctx.reduce_scatter_stream.synchronize()
 
     def finish_backward(self) -> None:
-        """Run FSDP's callback at the end of a backward: reduce the remaining units, and wait for all reductions."""
+        """Run FSDP's callback at the end of a backward: reduce the remaining units,
+        and wait for all reductions.
+        """
         context = self._state._state_ctx
         if getattr(context, "manual_backward_finalization_active", False) is None:
-            context.manual_backward_finalization_active = False  # torch 2.15 expects a backward before
+            # torch 2.15 expects a backward before
+            context.manual_backward_finalization_active = False
         self._state._root_post_backward_final_callback()
 
     def _ending(self, final_callback: Callable[[], None]) -> Callable[[], None]:
-        """Wrap FSDP's callback at the end of a stage's backward, to set ``_is_ending`` while it runs."""
+        """Wrap FSDP's callback at the end of a stage's backward,
+        to set ``_is_ending`` while it runs.
+        """
 
         def run() -> None:
             self._is_ending = True
@@ -211,13 +263,15 @@ class FsdpLayers:
         return run
 
     def _prepared(self, unit: Any, parameters: Sequence[FsdpParameter]) -> Callable[..., None]:
-        """Return a unit's post-backward hook that first gives all its parameters a gradient, all of one dtype.
+        """Return a unit's post-backward hook that first gives all its parameters a gradient,
+        all of one dtype.
 
-        FSDP reduces only the gradients that exist, which may differ between replicas. A unit that layers share is
-        reduced when the stage's backward has ended.
+        FSDP reduces only the gradients that exist, which may differ between replicas. A unit that
+        layers share is reduced when the stage's backward has ended.
         """
 
-        post_backward, reference = unit.post_backward, weakref.ref(self)
+        post_backward = unit.post_backward
+        reference = weakref.ref(self)
 
         def is_reduction_due() -> bool:
             layers = reference()
@@ -225,77 +279,115 @@ class FsdpLayers:
 
         def run(*unused: Any) -> None:
             if len(unit.modules) > 1 and not self._is_ending:
-                return
-            if unit.reduce_grads and all(parameter.was_gathered for parameter in parameters):
+                return  # its other modules' gradients are to come
+            if unit.reduce_grads:
+                prepare_reduction()
+            else:
+                sum_deferred()
+            post_backward(*unused)
+
+        def prepare_reduction() -> None:
+            # all or none: a unit is gathered as one
+            if all(parameter.was_gathered for parameter in parameters):
                 accumulated = any(parameter.has_accumulated for parameter in parameters)
                 for parameter in parameters:
                     parameter.prepare_reduction(accumulated=accumulated)
-            for parameter in () if unit.reduce_grads else parameters:
+
+        def sum_deferred() -> None:
+            for parameter in parameters:
                 if parameter.was_gathered and not parameter.has_gradient:  # deferred to a W
                     parameter.sum_deferred(is_reduction_due)
-            post_backward(*unused)
 
         return run
 
 
 def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Apply ``fully_shard`` to the modules that share weights, and to each layer; cast trained weights to ``dtype``."""
-    for modules in [
-        *_sharing(layers.modules(), lambda module: set(map(id, module.parameters(recurse=False)))),
-        *_sharing(layers, lambda layer: {id(each) for each in layer.modules() if list(each.parameters())}),
-        *([layer] for layer in layers),
-    ]:
+    """Apply ``fully_shard`` to the modules that share weights, and to each layer;
+    cast trained weights to ``dtype``.
+    """
+    # found before fully_shard replaces the parameters
+    units = list(_sharing(layers.modules(), _own_parameters))
+    units += _sharing(layers, _modules_with_parameters)
+    units += [[layer] for layer in layers]
+    for modules in units:
         _shard_unit(modules, dtype, options)
 
 
-def _shard_experts(experts: ExpertUnits, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device) -> None:
-    """Apply ``fully_shard`` to the modules of experts, over the ranks that hold the same experts."""
-    if experts.shard is not None:
-        mesh = experts.shard.device_mesh(device.type)
+def _own_parameters(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters(recurse=False)}
+
+
+def _modules_with_parameters(layer: nn.Module) -> set[int]:
+    return {id(module) for module in layer.modules() if list(module.parameters())}
+
+
+def _shard_experts(
+    experts: ExpertUnits, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device
+) -> None:
+    """Apply ``fully_shard`` to the modules of experts,
+    over the ranks that hold the same experts.
+    """
+    if experts.shard_group is not None:
+        mesh = experts.shard_group.device_mesh(device.type)
         for module in experts.modules:
             _shard_unit([module], dtype, {**options, "mesh": mesh})
 
 
 def _shard_unit(modules: list[nn.Module], dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Apply ``fully_shard`` to one unit, unless it has no weights or is sharded already; cast its trained weights."""
-    own = {parameter for module in modules for parameter in module.parameters()}
-    whole = {each for each in own if each not in options["ignored_params"] and not isinstance(each, DTensor)}
+    """Apply ``fully_shard`` to one unit, unless it has no weights or is sharded already;
+    cast its trained weights.
+    """
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    whole = {
+        parameter
+        for parameter in parameters
+        if parameter not in options["ignored_params"] and not isinstance(parameter, DTensor)
+    }
     for parameter in whole:
         cast = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
         parameter.data = cast.contiguous()  # FSDP requires it
-    if own and not isinstance(modules[0], FSDPModule):
-        shares = len(modules) > 1
-        fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
-        for parameter in whole:  # other code may still hold the full parameter: free its memory
-            parameter.data = parameter.data.new_empty(0)
+    if not parameters or isinstance(modules[0], FSDPModule):
+        return
+    shares = len(modules) > 1
+    fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
+    for parameter in whole:  # other code may still hold the full parameter: free its memory
+        parameter.data = parameter.data.new_empty(0)
 
 
-def _sharing(modules: Iterable[nn.Module], keys_of: Callable[[nn.Module], set[int]]) -> Iterator[list[nn.Module]]:
-    """Yield groups of modules that have a key in common: a parameter of their own, or, for layers, a whole module."""
-    found: list[tuple[list[nn.Module], set[int]]] = []
+def _sharing(
+    modules: Iterable[nn.Module], keys_of: Callable[[nn.Module], set[int]]
+) -> Iterator[list[nn.Module]]:
+    """Yield groups of modules that have a key in common: a parameter of their own, or, for layers,
+    a whole module.
+    """
+    groups: list[tuple[list[nn.Module], set[int]]] = []
     for module in modules:
-        own = keys_of(module)
-        together, keys = [module], set(own)
-        for other in [each for each in found if each[1] & own]:
-            found.remove(other)
-            together, keys = other[0] + together, keys | other[1]
-        found.append((together, keys))
-    yield from (together for together, _ in found if len(together) > 1)
+        own_keys = keys_of(module)
+        group, keys = [module], set(own_keys)
+        for other in [other for other in groups if other[1] & own_keys]:
+            groups.remove(other)
+            group, keys = other[0] + group, keys | other[1]
+        groups.append((group, keys))
+    yield from (group for group, _ in groups if len(group) > 1)
 
 
 def _connect(modules: Iterable[FSDPModule], shard: Group, experts: ExpertUnits) -> None:
-    """Set FSDP's collectives to the mesh's groups, as sums, and disable its implicit backward prefetch."""
-    inside = set(map(id, experts.modules))
+    """Set FSDP's collectives to the mesh's groups, as sums,
+    and disable its implicit backward prefetch.
+    """
+    modules_of_experts = set(map(id, experts.modules))
     for module in modules:
-        group = experts.shard if experts.shard is not None and id(module) in inside else shard
+        group = shard
+        if experts.shard_group is not None and id(module) in modules_of_experts:
+            group = experts.shard_group
         gather: Any = _Gather(group)
         reduce_scatter: Any = _ReduceScatter(group)  # Any: torch's protocols are private
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce_scatter)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        # without an explicit list FSDP derives the backward order from past forwards: after a micro-batch's
-        # first layer it would prefetch the last layer of another micro-batch
+        # without an explicit list FSDP derives the backward order from past forwards: after a
+        # micro-batch's first layer it would prefetch the last layer of another micro-batch
         module.set_modules_to_backward_prefetch([module])
 
 
@@ -307,8 +399,8 @@ def _shares_unit(module: FSDPModule) -> bool:
 def _clone_views(layer: nn.Module, inputs: Any, output: Any) -> Any:
     """Clone an output that is a view, before FSDP hooks its all-gather for backward to it.
 
-    The hook on a view would be lost when the next layer changes the view in place. Tensors that the layer passes on
-    unchanged are not cloned: they are never views that a layer may change in place.
+    The hook on a view would be lost when the next layer changes the view in place. Tensors that the
+    layer passes on unchanged are not cloned: they are never views that a layer may change in place.
     """
     inputs_by_id = {id(leaf) for leaf in tree_leaves(inputs)}
 

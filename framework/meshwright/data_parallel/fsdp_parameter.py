@@ -1,4 +1,6 @@
-"""One parameter under torch's FSDP2: shard, gathered form and gradient, through FSDP's private attributes."""
+"""One parameter under torch's FSDP2: shard, gathered form and gradient,
+through FSDP's private attributes.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,22 @@ class FsdpParameter:
         self._is_summed = False
         """True once :meth:`sum_deferred` was called."""
         self._sums_in_leaf = not hasattr(of_torch, "to_accumulated_grad_if_needed")
-        """True from torch 2.15 on: autograd sums the gradients of several backwards in the full parameter's ``grad``,
-        in the reduction dtype (its ``grad_dtype``). Before, FSDP moved them to ``unsharded_accumulated_grad``."""
+        """True from torch 2.15 on: autograd sums the gradients of several backwards in the full
+        parameter's ``grad``, in the reduction dtype (its ``grad_dtype``). Before, FSDP moved them
+        to ``unsharded_accumulated_grad``.
+        """
 
     @property
     def sharded(self) -> nn.Parameter:
         """Parameter that holds this rank's rows, a DTensor."""
-        found: nn.Parameter = self._of_torch.sharded_param
-        return found
+        parameter: nn.Parameter = self._of_torch.sharded_param
+        return parameter
 
     @property
     def padded_rows(self) -> Tensor:
-        """Whole storage of this rank's rows as a flat tensor, zero-padded to the size of the largest shard."""
+        """Whole storage of this rank's rows as a flat tensor,
+        zero-padded to the size of the largest shard.
+        """
         rows = self._of_torch.sharded_param.to_local()
         return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
 
@@ -66,23 +72,28 @@ class FsdpParameter:
 
     @property
     def has_accumulated(self) -> bool:
-        """True when earlier backwards left a gradient of the full parameter in the reduction dtype."""
+        """True when earlier backwards left a gradient of the full parameter
+        in the reduction dtype.
+        """
         if not self._sums_in_leaf:
             return self._of_torch.unsharded_accumulated_grad is not None
         gradient = self._of_torch._unsharded_param.grad
         return gradient is not None and gradient.dtype == self._of_torch.reduce_dtype
 
     def set_gradient(self, padded: Tensor) -> None:
-        """Set the flat, zero-padded tensor to which FSDP adds this rank's gradient; it may be in host memory."""
+        """Set the flat, zero-padded tensor to which FSDP adds this rank's gradient;
+        it may be in host memory.
+        """
         rows = self._of_torch.sharded_param.to_local()
         gradient = padded[: rows.numel()].view(rows.shape)
-        self.sharded.grad = self._of_torch.to_sharded_dtensor(gradient)  # DTensor.from_local would move it
+        # DTensor.from_local would move it
+        self.sharded.grad = self._of_torch.to_sharded_dtensor(gradient)
 
     def take_gradient(self, padded: Tensor) -> None:
         """Add this rank's gradient, in host memory, to the flat tensor ``padded``, and free it."""
-        found = self.sharded.grad
-        if found is not None:
-            rows = found.to_local()  # type: ignore[attr-defined]
+        gradient = self.sharded.grad
+        if gradient is not None:
+            rows = gradient.to_local()  # type: ignore[attr-defined]
             padded[: rows.numel()].view(rows.shape).add_(rows)
             self.sharded.grad = None
         self._of_torch.grad_offload_event = None
@@ -100,24 +111,24 @@ class FsdpParameter:
         return self.has_accumulated or self._of_torch._unsharded_param.grad is not None
 
     def sum_deferred(self, is_reduction_due: Callable[[], bool]) -> None:
-        """Add each gradient to the sum in the reduction dtype as autograd computes it, unless it is reduced next.
+        """Add each gradient to the sum in the reduction dtype as autograd computes it,
+        unless it is reduced next.
 
-        NOTE [16-bit sums]: FSDP does so at the end of a backward. It does not see the W of a split backward, so the
-        gradients of several Ws in a row would be summed in 16 bits. From torch 2.15 on autograd does it in each.
+        NOTE [16-bit sums]: FSDP does so at the end of a backward. It does not see the W of a split
+        backward, so the gradients of several Ws in a row would be summed in 16 bits. From torch
+        2.15 on autograd does it in each.
         """
-        if (
-            self._sums_in_leaf
-            or self._is_summed
-            or self._of_torch.reduce_dtype in (None, self._of_torch._unsharded_param.dtype)
-        ):
+        reduce_dtype = self._of_torch.reduce_dtype
+        sums_in_it = reduce_dtype in (None, self._of_torch._unsharded_param.dtype)
+        if self._sums_in_leaf or self._is_summed or sums_in_it:
             return
         self._is_summed = True
         reference = weakref.ref(self)  # see NOTE [weak hooks] in replica.py
 
         def add(_: Tensor) -> None:
-            own = reference()
-            if own is not None and not is_reduction_due():
-                own._add_to_accumulated()
+            parameter = reference()
+            if parameter is not None and not is_reduction_due():
+                parameter._add_to_accumulated()
 
         self._of_torch._unsharded_param.register_post_accumulate_grad_hook(add)
 
@@ -140,7 +151,8 @@ class FsdpParameter:
         All gradients of a unit must have one dtype.
 
         Args:
-            accumulated: convert it to the reduction dtype, because another parameter of the unit has accumulated in it.
+            accumulated: convert it to the reduction dtype, because another parameter of the unit
+                has accumulated in it.
         """
         of_torch = self._of_torch
         parameter = of_torch._unsharded_param

@@ -1,4 +1,5 @@
-"""Weight gradients that a GEMM adds to a bucket's float32 gradients (Megatron-LM's gradient accumulation fusion).
+"""Weight gradients that a GEMM adds to a bucket's float32 gradients (Megatron-LM's gradient
+accumulation fusion).
 
 plain   dW = gy^T x   16 bits, a tensor of its own         sum += dW   a second kernel, 10 bytes per element
 here    sum += gy^T x in one GEMM, whose output is the sum: 8 bytes per element, and no rounding of dW to 16 bits
@@ -6,16 +7,13 @@ here    sum += gy^T x in one GEMM, whose output is the sum: 8 bytes per element,
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.kernels import device_kind
 from meshwright.parameters import GradientSum, WeightProduct
 
@@ -26,40 +24,39 @@ PRIVATE_TORCH = {
 
 
 def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether this device's GEMM adds products of the parameter's 16-bit dtype to a sum in ``dtype``."""
+    """Return whether this device's GEMM adds products of the parameter's 16-bit dtype
+    to a sum in ``dtype``.
+    """
     if device_kind(parameter) != "cuda" or parameter.dim() != 2 or dtype != torch.float32:
         return False
-    return parameter.dtype in (torch.bfloat16, torch.float16) and _has_kernel(parameter.device, parameter.dtype)
-
-
-class ProductSums(Protocol):
-    """Interface of a replica with gradient sums in buckets, see :class:`~.replica.StageReplica`."""
-
-    @property
-    def buckets(self) -> Sequence[ShardedParameters]:
-        """Buckets of the replica."""
-
-    def begin_product(self, parameter: Tensor, *, index: int, number: int) -> tuple[Tensor, bool]:
-        """Return (gradient in the bucket to which a GEMM adds a product, True if it is the first of this step)."""
+    return parameter.dtype in (torch.bfloat16, torch.float16) and _has_kernel(
+        parameter.device, parameter.dtype
+    )
 
 
 def offer_products(
-    replica: ProductSums, parameter: nn.Parameter, finish: Callable[[Tensor], None], *, index: int, number: int
+    parameter: nn.Parameter,
+    dtype: torch.dtype,
+    begin: Callable[[], tuple[Tensor, bool] | None],
+    *,
+    finish: Callable[[Tensor], None],
 ) -> None:
-    """Attach a ``GradientSum`` to a parameter, so that backward adds its products by GEMM, if the device's GEMM can.
+    """Attach a ``GradientSum`` to a parameter, so that backward adds its products by GEMM,
+    if the device's GEMM can.
 
     Args:
+        dtype: dtype of the gradient sum.
+        begin: function that returns the sum, and True if the product overwrites it; None: there is
+            no sum any more.
         finish: the parameter's hook, which counts the gradient.
-        index: index of the parameter's bucket. ``number``: index of its slot there.
     """
-    if not adds_products(parameter, replica.buckets[index].master.dtype):
+    if not adds_products(parameter, dtype):
         return
-    reference = weakref.ref(replica)  # see NOTE [weak hooks] in replica.py
 
-    def add(parameter: Tensor, product: WeightProduct) -> None:
-        alive = reference()
-        if alive is not None:
-            total, is_first = alive.begin_product(parameter, index=index, number=number)
+    def add(_: Tensor, product: WeightProduct) -> None:
+        begun = begin()
+        if begun is not None:
+            total, is_first = begun
             add_product(total, product, first=is_first)
 
     parameter.gradient_sum = GradientSum(add, finish)  # type: ignore[attr-defined]
@@ -67,7 +64,9 @@ def offer_products(
 
 @cache
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel exists, by running it once: torch versions differ in the output dtypes they accept."""
+    """Return whether the kernel exists, by running it once:
+    torch versions differ in the output dtypes they accept.
+    """
     factor = torch.ones(16, 16, device=device, dtype=dtype)
     try:
         add_product(torch.zeros(16, 16, device=device), WeightProduct(factor, factor), first=False)
@@ -80,7 +79,8 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def add_product(total: Tensor, product: WeightProduct, *, first: bool) -> None:
     """Add gy^T x to ``total`` (O, I) in float32, in place; with ``first`` overwrite it.
 
-    A CPU has no such kernel. There the factors are converted first, which gives the same sums: the tests' reference.
+    A CPU has no such kernel. There the factors are converted first, which gives the same sums: the
+    tests' reference.
     """
     gy, x = product.matrices()
     beta = 0 if first else 1

@@ -1,4 +1,5 @@
-"""Reachability between nodes: one connection per pair, before anything that would hang on a dead link.
+"""Reachability between nodes: one connection per pair,
+before anything that would hang on a dead link.
 
 first rank of each node     listens, and connects to other nodes in rounds, in the same order as links.measure_links
 rank 0                      collects the failures; all other ranks wait for the result
@@ -40,11 +41,14 @@ class Reachability(NamedTuple):
     """All nodes."""
 
 
-def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reachability:
-    """Connect the first ranks of the nodes pairwise, in at most ``MAX_ROUNDS`` rounds, and return the result.
+def try_links(
+    store: Any, rank: int, local_rank: int, world_size: int, limit_s: float
+) -> Reachability:
+    """Connect the first ranks of the nodes pairwise, in at most ``MAX_ROUNDS`` rounds,
+    and return the result.
 
-    Every rank calls it and gets the same result; blocks. Results are exchanged through ``store``, the store of the
-    rendezvous.
+    Every rank calls it and gets the same result; blocks. Results are exchanged through ``store``,
+    the store of the rendezvous.
 
     Raises:
         CommunicationError: rank 0 has left.
@@ -60,7 +64,9 @@ def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: 
                 return _collect_results(store, rank, timeout)
         return _collect_results(store, rank, timeout)
     except RuntimeError as error:
-        raise CommunicationError("MW-DOCTOR-001", f"rank {rank}: the test of node links failed: {error}") from None
+        raise CommunicationError(
+            "MW-DOCTOR-001", f"rank {rank}: the test of node links failed: {error}"
+        ) from None
 
 
 def _connect_to_others(store: Any, address: str, timeout: timedelta) -> None:
@@ -68,10 +74,17 @@ def _connect_to_others(store: Any, address: str, timeout: timedelta) -> None:
     store.set(f"listens/{mine}", address)
     attempts = itertools.chain.from_iterable(itertools.islice(rounds(names), MAX_ROUNDS))
     others = [b if a == mine else a for a, b in attempts if mine in (a, b)]
-    with contextlib.suppress(RuntimeError):  # a node that does not listen in time will not report a result either
+    # a node that does not listen in time will not report a result either
+    with contextlib.suppress(RuntimeError):
         store.wait([f"listens/{other}" for other in others], timeout)
-    addresses = {other: store.get(f"listens/{other}").decode() for other in others if store.check([f"listens/{other}"])}
-    failed = [other for other, place in addresses.items() if address and place and not _connects(place)]
+    addresses = {
+        other: store.get(f"listens/{other}").decode()
+        for other in others
+        if store.check([f"listens/{other}"])
+    }
+    failed = [
+        other for other, place in addresses.items() if address and place and not _connects(place)
+    ]
     store.set(f"failed/{mine}", json.dumps(failed))
 
 
@@ -80,9 +93,15 @@ def _collect_results(store: Any, rank: int, timeout: timedelta) -> Reachability:
         names = json.loads(store.get("nodes"))
         with contextlib.suppress(RuntimeError):
             store.wait([f"failed/{name}" for name in names], timeout + ATTEMPTS_TIMEOUT)
-        reports = {name: json.loads(store.get(f"failed/{name}")) for name in names if store.check([f"failed/{name}"])}
+        reports = {
+            name: json.loads(store.get(f"failed/{name}"))
+            for name in names
+            if store.check([f"failed/{name}"])
+        }
         pairs = [(name, other) for name, failed in reports.items() for other in failed]
-        store.set("reach", json.dumps([pairs, [name for name in names if name not in reports], names]))
+        store.set(
+            "reach", json.dumps([pairs, [name for name in names if name not in reports], names])
+        )
     store.wait(["reach"], 3 * (timeout + ATTEMPTS_TIMEOUT))
     pairs, silent, names = json.loads(store.get("reach"))
     return Reachability([(a, b) for a, b in pairs], silent, names)
@@ -91,25 +110,38 @@ def _collect_results(store: Any, rank: int, timeout: timedelta) -> Reachability:
 def judge_reach(found: Reachability) -> list[Finding]:
     """Return the findings on unreachable nodes.
 
-    A node with several dead links should be left out, unless most nodes have them. A single dead link does not show
-    which of its two nodes is at fault.
+    A node with several dead links should be left out, unless most nodes have them. A single dead
+    link does not show which of its two nodes is at fault.
     """
     links = list(dict.fromkeys((min(pair), max(pair)) for pair in found.pairs))
     findings, remaining = [], links
     while remaining:
         node, times = Counter(node for link in remaining for node in link).most_common(1)[0]
         if times == 1:
-            findings += [Finding(f"the link between {a} and {b} is dead: no connection") for a, b in remaining]
+            findings += [
+                Finding(f"the link between {a} and {b} is dead: no connection")
+                for a, b in remaining
+            ]
             break
         others = [a if b == node else b for a, b in remaining if node in (a, b)]
-        findings.append(Finding(f"the link of {node} is dead: no connection with {abridge(others)}", (node,)))
+        findings.append(
+            Finding(f"the link of {node} is dead: no connection with {abridge(others)}", (node,))
+        )
         remaining = [link for link in remaining if node not in link]
-    findings += [Finding(f"{node} joined the rendezvous, but does not answer", (node,)) for node in found.silent]
+    findings += [
+        Finding(f"{node} joined the rendezvous, but does not answer", (node,))
+        for node in found.silent
+    ]
     num_nodes, num_named = len(found.nodes), sum(len(each.nodes) for each in findings)
-    if (findings and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(links):
+    if (findings and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(
+        links
+    ):
         pairs = abridge([f"{a} - {b}" for a, b in links])
         silent = f"; {abridge(found.silent)} did not answer" if found.silent else ""
-        text = f"most nodes do not reach each other ({pairs}{silent}): ports between nodes must be open"
+        text = (
+            f"most nodes do not reach each other ({pairs}{silent}): ports between nodes must be"
+            " open"
+        )
         return [Finding(text)]
     return findings
 

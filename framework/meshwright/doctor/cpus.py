@@ -1,7 +1,9 @@
-"""CPUs that each rank may use: a launcher may bind several ranks, or all threads of one, to a single core.
+"""CPUs that each rank may use: a launcher may bind several ranks, or all threads of one,
+to a single core.
 
-srun of Slurm 22.05 and later does not take over ``--cpus-per-task`` of its job, and with task/affinity it binds each
-task to one core then. mpirun may bind each process to a core or a socket.
+srun of Slurm 22.05 and later does not take over ``--cpus-per-task`` of its job, and with
+task/affinity it binds each task to one core then. mpirun may bind each process to a core or a
+socket.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from meshwright.terminal.output import abridge
 
 ASKED = "SLURM_CPUS_PER_TASK"
 MAX_CPUS = 2**20
-REMEDY = "give srun --cpus-per-task (it takes none over from sbatch), mpirun --bind-to none, or start without taskset"
+REMEDY = (
+    "give srun --cpus-per-task (it takes none over from sbatch), mpirun --bind-to none, or start"
+    " without taskset"
+)
 
 
 class RankCpus(NamedTuple):
@@ -45,7 +50,9 @@ class RankCpus(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """CPUs without which threads wait for each other: on a GPU, NCCL and reading have threads of their own."""
+        """CPUs without which threads wait for each other: on a GPU,
+        NCCL and reading have threads of their own.
+        """
         return max(self.threads, self.asked, 2 if self.is_cuda else 1)
 
 
@@ -54,7 +61,9 @@ def own_cpus(threads: int, device: str, env: Mapping[str, str] = os.environ) -> 
     if not hasattr(os, "sched_getaffinity"):
         return None
     asked = whole_number(env.get(ASKED, ""), 0, MAX_CPUS) or 0
-    return RankCpus(mask_of(os.sched_getaffinity(0)), threads, asked, os.cpu_count() or 1, device == "cuda")
+    return RankCpus(
+        mask_of(os.sched_getaffinity(0)), threads, asked, os.cpu_count() or 1, device == "cuda"
+    )
 
 
 def mask_of(cpus: Collection[int]) -> str:
@@ -63,7 +72,9 @@ def mask_of(cpus: Collection[int]) -> str:
 
 
 def find_cpu_warnings(mesh: Mesh, threads: int) -> list[str]:
-    """Return on rank 0 a warning for each kind of fault in the binding of ranks. Collective over all ranks; blocks."""
+    """Return on rank 0 a warning for each kind of fault in the binding of ranks.
+    Collective over all ranks; blocks.
+    """
     every = mesh.world.gather_objects(own_cpus(threads, mesh.device.type), RankCpus)
     if mesh.rank != 0:
         return []
@@ -72,7 +83,9 @@ def find_cpu_warnings(mesh: Mesh, threads: int) -> list[str]:
 
 
 def cpu_warnings(nodes: Sequence[str], found: Mapping[int, RankCpus]) -> list[str]:
-    """Return the warnings; ``found``: rank -> its CPUs. Ranks that are bound to nothing are left alone."""
+    """Return the warnings; ``found``: rank -> its CPUs.
+    Ranks that are bound to nothing are left alone.
+    """
     few = [rank for rank, each in found.items() if each.is_bound and len(each.cpus) < each.needed]
     warnings = []
     if few:
@@ -83,8 +96,8 @@ def cpu_warnings(nodes: Sequence[str], found: Mapping[int, RankCpus]) -> list[st
         elif first.needed > first.threads:
             needs = "a GPU, whose communication and reading have threads of their own"
         warnings.append(
-            f"rank {few[0]} on {nodes[few[0]]} may use {_cpus(first.cpus)} of {first.num_of_node}, with {needs}"
-            f"{_others(few)}: {REMEDY}"
+            f"rank {few[0]} on {nodes[few[0]]} may use {_cpus(first.cpus)} of {first.num_of_node},"
+            f" with {needs}{_others(few)}: {REMEDY}"
         )
     shared = [ranks for ranks in _sharing(nodes, found) if _is_crowded(found, ranks)]
     if shared:
@@ -93,7 +106,8 @@ def cpu_warnings(nodes: Sequence[str], found: Mapping[int, RankCpus]) -> list[st
         others = f", and {len(shared) - 1} more groups of ranks alike" if len(shared) > 1 else ""
         of_node = f"{_cpus(cpus)} of {found[ranks[0]].num_of_node}"
         warnings.append(
-            f"ranks {abridge(ranks)} on {nodes[ranks[0]]} share {of_node}{others}, fewer than their threads: {REMEDY}"
+            f"ranks {abridge(ranks)} on {nodes[ranks[0]]} share {of_node}{others}, fewer than their"
+            f" threads: {REMEDY}"
         )
     return warnings
 
@@ -103,7 +117,9 @@ def _cpus(cpus: Sequence[int]) -> str:
 
 
 def _others(ranks: Sequence[int]) -> str:
-    return f", and {len(ranks) - 1} more rank{'s' * (len(ranks) > 2)} alike" if len(ranks) > 1 else ""
+    if len(ranks) > 1:
+        return f", and {len(ranks) - 1} more rank{'s' * (len(ranks) > 2)} alike"
+    return ""
 
 
 def _is_crowded(found: Mapping[int, RankCpus], ranks: Sequence[int]) -> bool:
@@ -113,7 +129,9 @@ def _is_crowded(found: Mapping[int, RankCpus], ranks: Sequence[int]) -> bool:
 
 
 def _sharing(nodes: Sequence[str], found: Mapping[int, RankCpus]) -> list[list[int]]:
-    """Return the groups of bound ranks of one node whose CPUs overlap, directly or through others."""
+    """Return the groups of bound ranks of one node whose CPUs overlap,
+    directly or through others.
+    """
     groups: dict[str, list[tuple[set[int], list[int]]]] = defaultdict(list)
     for rank, each in found.items():
         if not each.is_bound:

@@ -37,12 +37,15 @@ class Facts(NamedTuple):
     sees_directory: bool
     """True if a file that rank 0 has just written into the run's directory is visible here."""
     write_bytes_per_s: float | None
-    """Rate of a 64 MiB write with fsync into the run's directory; None if it failed, or not the host's first rank."""
+    """Rate of a 64 MiB write with fsync into the run's directory; None if it failed,
+    or not the host's first rank.
+    """
     disk_problem: str | None
 
 
 def gather_facts(mesh: Mesh, directory: Path) -> list[Facts]:
-    """Gather the facts of all ranks over the world group. Every rank calls it and gets the same list; blocks.
+    """Gather the facts of all ranks over the world group.
+    Every rank calls it and gets the same list; blocks.
 
     ``directory`` must exist on rank 0.
     """

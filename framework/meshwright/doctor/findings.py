@@ -1,4 +1,6 @@
-"""Faults that would end a run or slow down all ranks, and the nodes to leave out. Pure functions."""
+"""Faults that would end a run or slow down all ranks, and the nodes to leave out.
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from meshwright.doctor.links import LinkMeasurement, by_node, slow_pairs
 from meshwright.doctor.nodes import unshared_directory, wrong_clocks
 
 SLOW = 0.5
-"""Share below which a rate is reported: a node's of the other nodes' median, a link's of its two nodes' best."""
+"""Share below which a rate is reported: a node's of the other nodes' median,
+a link's of its two nodes' best.
+"""
 EXPECTED = 0.8
 """Share of the rate in the cluster file below which a node is reported."""
 CLOCK_S = 1.0
@@ -27,9 +31,14 @@ class Finding(NamedTuple):
 
 
 def judge(
-    facts: Sequence[Facts], links: Sequence[LinkMeasurement], *, expected_bytes_per_s: float | None = None
+    facts: Sequence[Facts],
+    links: Sequence[LinkMeasurement],
+    *,
+    expected_bytes_per_s: float | None = None,
 ) -> list[Finding]:
-    """Return all faults, the worst first. ``expected_bytes_per_s``: expected rate of a link across nodes."""
+    """Return all faults, the worst first. ``expected_bytes_per_s``:
+    expected rate of a link across nodes.
+    """
     return [*_disk(facts), *_clocks(facts), *_versions(facts), *_links(links, expected_bytes_per_s)]
 
 
@@ -52,13 +61,16 @@ def _clocks(facts: Sequence[Facts]) -> list[Finding]:
 
 def _versions(facts: Sequence[Facts]) -> list[Finding]:
     columns = [
-        (f"{name} is", [each.versions[index][1] for each in facts]) for index, (name, _) in enumerate(facts[0].versions)
+        (f"{name} is", [each.versions[index][1] for each in facts])
+        for index, (name, _) in enumerate(facts[0].versions)
     ]
     columns.append(("the devices are", [each.device for each in facts]))
     findings = []
     for name, values in columns:
         usual = Counter(values).most_common(1)[0][0]
-        others = {each.host: value for each, value in zip(facts, values, strict=True) if value != usual}
+        others = {
+            each.host: value for each, value in zip(facts, values, strict=True) if value != usual
+        }
         if others:
             listed = ", ".join(f"{value} on {host}" for host, value in others.items())
             findings.append(Finding(f"{name} {usual}, but {listed}", tuple(others)))
@@ -79,8 +91,8 @@ def _links(links: Sequence[LinkMeasurement], expected: float | None) -> list[Fin
         slow[node] = Finding(f"the link of {node} is slow: {gbit(rate)}, {comparison}", (node,))
     pairs = [
         Finding(
-            f"between {link.nodes[0]} and {link.nodes[1]} there is {gbit(link.bytes_per_s)}, while both reach more "
-            f"with others: look at the switches between them"
+            f"between {link.nodes[0]} and {link.nodes[1]} there is {gbit(link.bytes_per_s)}, while"
+            " both reach more with others: look at the switches between them"
         )
         for link in slow_pairs(links, SLOW)
         if not slow.keys() & set(link.nodes)

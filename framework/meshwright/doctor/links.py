@@ -1,4 +1,6 @@
-"""Bandwidth and latency between nodes: ping-pong between pairs of ranks, and all-reduces along each axis."""
+"""Bandwidth and latency between nodes: ping-pong between pairs of ranks,
+and all-reduces along each axis.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from meshwright.mesh.mesh import Mesh
 
 LATENCY_REPEATS = 20
 TARGET_S = 0.25
-"""Intended duration of one bandwidth measurement: long compared with a latency, short for the user."""
+"""Intended duration of one bandwidth measurement: long compared with a latency,
+short for the user.
+"""
 FIRST_BYTES, MAX_BYTES = 2**20, 2**28
 REPEATS = 3
 SUMMED_BYTES = 2**22
@@ -43,7 +47,9 @@ class AllReduceTiming(NamedTuple):
     ranks: tuple[int, ...]
     seconds: float
     bus_bytes_per_s: float
-    """Bytes that each rank sends per second: 2 ``SUMMED_BYTES`` (n-1)/n per all-reduce (NCCL's bus bandwidth)."""
+    """Bytes that each rank sends per second:
+    2 ``SUMMED_BYTES`` (n-1)/n per all-reduce (NCCL's bus bandwidth).
+    """
     latency_s: float
     """Seconds of an all-reduce of 8 bytes."""
 
@@ -52,7 +58,9 @@ class AllReduceTiming(NamedTuple):
         return self.latency_s / (self.latency_s + num_bytes * self._seconds_per_byte)
 
     def bytes_for(self, share: float) -> int:
-        """Return the smallest number of bytes for which latency is ``share`` of an all-reduce's time."""
+        """Return the smallest number of bytes for which latency is ``share``
+        of an all-reduce's time.
+        """
         return math.ceil(self.latency_s * (1 / share - 1) / self._seconds_per_byte)
 
     @property
@@ -61,7 +69,9 @@ class AllReduceTiming(NamedTuple):
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield rounds of pairs by the circle method: every pair occurs once, and no name twice in a round."""
+    """Yield rounds of pairs by the circle method: every pair occurs once,
+    and no name twice in a round.
+    """
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -71,14 +81,18 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 
 
 def measure_links(mesh: Mesh) -> list[LinkMeasurement]:
-    """Measure pairs of nodes through their first ranks, round by round, and one pair of ranks inside each node.
+    """Measure pairs of nodes through their first ranks, round by round,
+    and one pair of ranks inside each node.
 
-    Every rank calls it and gets the same list; blocks. Each pair exchanges messages of 8 bytes up to ``MAX_BYTES``.
+    Every rank calls it and gets the same list; blocks. Each pair exchanges messages of 8 bytes up
+    to ``MAX_BYTES``.
     """
     first: dict[str, list[int]] = {}
     for rank, node in enumerate(mesh.nodes):
         first.setdefault(node, []).append(rank)
-    across = [[(first[a][0], first[b][0]) for a, b in pairs] for pairs in rounds(list(first))][:MAX_ROUNDS]
+    across = [[(first[a][0], first[b][0]) for a, b in pairs] for pairs in rounds(list(first))][
+        :MAX_ROUNDS
+    ]
     inside = [[(ranks[0], ranks[1]) for ranks in first.values() if len(ranks) > 1]]
     found: list[LinkMeasurement] = []
     for pairs in [*inside, *across]:
@@ -88,17 +102,27 @@ def measure_links(mesh: Mesh) -> list[LinkMeasurement]:
             if mesh.rank in pair:
                 measured = _measure(mesh.world, pair, mesh.device)
                 if mesh.rank == pair[0]:
-                    mine = LinkMeasurement((mesh.nodes[pair[0]], mesh.nodes[pair[1]]), pair, *measured)
-        found += [link for link in mesh.world.gather_objects(mine, LinkMeasurement) if link is not None]
+                    mine = LinkMeasurement(
+                        (mesh.nodes[pair[0]], mesh.nodes[pair[1]]), pair, *measured
+                    )
+        found += [
+            link for link in mesh.world.gather_objects(mine, LinkMeasurement) if link is not None
+        ]
     return found
 
 
 def _measure(world: Group, pair: tuple[int, int], device: torch.device) -> tuple[float, float]:
-    """Return (bytes per second, seconds of latency) of a pair: half a round trip, timed on the calling rank."""
+    """Return (bytes per second, seconds of latency) of a pair: half a round trip,
+    timed on the calling rank.
+    """
     leads, peer = world.rank == pair[0], pair[1] if world.rank == pair[0] else pair[0]
-    latency_s = statistics.median(_time_round_trips(world, peer, leads, 8, LATENCY_REPEATS, device)) / 2
+    latency_s = (
+        statistics.median(_time_round_trips(world, peer, leads, 8, LATENCY_REPEATS, device)) / 2
+    )
     probe_s = min(_time_round_trips(world, peer, leads, FIRST_BYTES, REPEATS, device)) / 2
-    wanted = torch.tensor([min(max(int(FIRST_BYTES * TARGET_S / probe_s), FIRST_BYTES), MAX_BYTES)], device=device)
+    wanted = torch.tensor(
+        [min(max(int(FIRST_BYTES * TARGET_S / probe_s), FIRST_BYTES), MAX_BYTES)], device=device
+    )
     _transfer(world, peer, leads, wanted)
     num_bytes = int(wanted.item())
     passed_s = min(_time_round_trips(world, peer, leads, num_bytes, REPEATS, device)) / 2
@@ -108,7 +132,9 @@ def _measure(world: Group, pair: tuple[int, int], device: torch.device) -> tuple
 def _time_round_trips(
     world: Group, peer: int, leads: bool, num_bytes: int, times: int, device: torch.device
 ) -> list[float]:
-    """Return the seconds of ``times`` round trips of ``num_bytes`` bytes each way, after one warm-up."""
+    """Return the seconds of ``times`` round trips of ``num_bytes`` bytes each way,
+    after one warm-up.
+    """
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s = []
     for _ in range(times + 1):
@@ -128,9 +154,11 @@ def _transfer(world: Group, peer: int, sends: bool, message: torch.Tensor) -> No
 
 
 def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
-    """Measure an all-reduce in every group of tp, dp (with cp: all replicas) and pp; groups of one axis run at once.
+    """Measure an all-reduce in every group of tp, dp (with cp: all replicas) and pp;
+    groups of one axis run at once.
 
-    Every rank calls it and gets the same list; blocks. Each rank sends 2 ``SUMMED_BYTES`` (n-1)/n bytes per all-reduce.
+    Every rank calls it and gets the same list; blocks. Each rank sends 2 ``SUMMED_BYTES`` (n-1)/n
+    bytes per all-reduce.
     """
     groups = {Axis.TP: mesh.tp, Axis.DP: mesh.replicas, Axis.PP: mesh.pp}
     found: list[AllReduceTiming] = []
@@ -138,17 +166,23 @@ def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
         mine: AllReduceTiming | None = None
         if group.size > 1:
             latency_s = _time_all_reduce(group, torch.zeros(2, device=mesh.device), LATENCY_REPEATS)
-            seconds = _time_all_reduce(group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS)
-            sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
-            mine = (
-                AllReduceTiming(str(axis), group.ranks, seconds, sent / seconds, latency_s) if group.rank == 0 else None
+            seconds = _time_all_reduce(
+                group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS
             )
-        found += [each for each in mesh.world.gather_objects(mine, AllReduceTiming) if each is not None]
+            sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
+            mine = None
+            if group.rank == 0:
+                mine = AllReduceTiming(str(axis), group.ranks, seconds, sent / seconds, latency_s)
+        found += [
+            each for each in mesh.world.gather_objects(mine, AllReduceTiming) if each is not None
+        ]
     return found
 
 
 def _time_all_reduce(group: Group, numbers: torch.Tensor, times: int) -> float:
-    """Return the median seconds of ``times`` all-reduces of ``numbers`` (any shape), after one warm-up; blocks."""
+    """Return the median seconds of ``times`` all-reduces of ``numbers`` (any shape),
+    after one warm-up; blocks.
+    """
     times_s = []
     for _ in range(times + 1):
         group.barrier()
@@ -161,7 +195,9 @@ def _time_all_reduce(group: Group, numbers: torch.Tensor, times: int) -> float:
 
 
 def by_node(links: Sequence[LinkMeasurement]) -> dict[str, float]:
-    """Return each node's best bandwidth to any other node, in bytes per second: one slow partner does not count."""
+    """Return each node's best bandwidth to any other node, in bytes per second:
+    one slow partner does not count.
+    """
     best: dict[str, float] = {}
     for link in links:
         if link.nodes[0] != link.nodes[1]:
@@ -171,7 +207,11 @@ def by_node(links: Sequence[LinkMeasurement]) -> dict[str, float]:
 
 
 def slow_pairs(links: Sequence[LinkMeasurement], share: float) -> list[LinkMeasurement]:
-    """Return links across nodes that are slower than ``share`` of the best bandwidth of both their nodes."""
+    """Return links across nodes that are slower than ``share`` of the best bandwidth
+    of both their nodes.
+    """
     best = by_node(links)
     across = [link for link in links if link.nodes[0] != link.nodes[1]]
-    return [link for link in across if all(link.bytes_per_s < share * best[node] for node in link.nodes)]
+    return [
+        link for link in across if all(link.bytes_per_s < share * best[node] for node in link.nodes)
+    ]

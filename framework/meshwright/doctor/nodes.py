@@ -14,7 +14,9 @@ from meshwright.errors import ConfigError
 from meshwright.mesh.mesh import Mesh
 
 MAX_CLOCK_S = 60.0
-"""Largest accepted clock difference. The run's lock and "newest file" rely on timestamps of different nodes."""
+"""Largest accepted clock difference. The run's lock and "newest file" rely on timestamps
+of different nodes.
+"""
 
 
 def check_nodes(mesh: Mesh, directory: Path) -> None:
@@ -23,11 +25,14 @@ def check_nodes(mesh: Mesh, directory: Path) -> None:
     Collective over all ranks; blocks. Does nothing on a single node.
 
     Raises:
-        ConfigError: the same on every rank; a node does not see the directory, or its clock is far off.
+        ConfigError: the same on every rank; a node does not see the directory, or its clock is far
+            off.
     """
     if len(set(mesh.nodes)) == 1:
         return
-    gathered = mesh.world.gather_objects((sees_directory(mesh, directory), clock_ahead_s(mesh, rounds=1)))
+    gathered = mesh.world.gather_objects(
+        (sees_directory(mesh, directory), clock_ahead_s(mesh, rounds=1))
+    )
     problems = []
     unshared = [node for node, (sees, _) in zip(mesh.nodes, gathered, strict=True) if not sees]
     if unshared:
@@ -39,7 +44,8 @@ def check_nodes(mesh: Mesh, directory: Path) -> None:
 
 
 def sees_directory(mesh: Mesh, directory: Path) -> bool:
-    """Check whether this rank sees a file that rank 0 writes to the directory. Collective over all ranks; blocks.
+    """Check whether this rank sees a file that rank 0 writes to the directory.
+    Collective over all ranks; blocks.
 
     The directory need not exist. If rank 0 cannot write to it, the result is False on all ranks.
     """
@@ -56,9 +62,11 @@ def sees_directory(mesh: Mesh, directory: Path) -> bool:
 
 
 def clock_ahead_s(mesh: Mesh, rounds: int) -> float:
-    """Return the seconds by which this rank's clock is ahead of rank 0's. Collective over all ranks; blocks.
+    """Return the seconds by which this rank's clock is ahead of rank 0's.
+    Collective over all ranks; blocks.
 
-    It is the median over ``rounds`` barriers. Its error is the time between two ranks' returns from a barrier.
+    It is the median over ``rounds`` barriers. Its error is the time between two ranks' returns from
+    a barrier.
     """
     ahead = []
     for _ in range(rounds):
@@ -73,8 +81,8 @@ def unshared_directory(nodes: Sequence[str]) -> str:
     names = list(dict.fromkeys(nodes))
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return (
-        f"{listed} do{'es' * (len(names) == 1)} not see the run's directory as rank 0 does: run.directory must be on a "
-        f"file system that all nodes share"
+        f"{listed} do{'es' * (len(names) == 1)} not see the run's directory as rank 0 does:"
+        " run.directory must be on a file system that all nodes share"
     )
 
 

@@ -27,7 +27,9 @@ NOTICE_S = 5.0
 """Seconds that rank 0 waits for the other ranks to see that there are findings."""
 LINKS = "links.toml"
 BAD_NODES = "bad-nodes"
-"""File with a value for Slurm's ExcNodeList, which a job script passes on; empty if no node is bad."""
+"""File with a value for Slurm's ExcNodeList, which a job script passes on;
+empty if no node is bad.
+"""
 
 
 class UnfitMachineError(UserError):
@@ -42,7 +44,9 @@ def nodes_of(findings: list[Finding]) -> list[str]:
 
 
 def write_bad_nodes(findings: list[Finding], directory: Path) -> None:
-    """Write the nodes to leave out for the job script; a link of that name in a received run is replaced."""
+    """Write the nodes to leave out for the job script;
+    a link of that name in a received run is replaced.
+    """
     write_atomic(directory / BAD_NODES, ",".join(nodes_of(findings)), is_durable=False)
 
 
@@ -51,7 +55,9 @@ def unfit(findings: list[Finding]) -> UnfitMachineError:
     nodes = nodes_of(findings)
     exclude = f"; exclude these nodes (--exclude): {','.join(nodes)}" if nodes else ""
     many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
-    return UnfitMachineError("MW-DOCTOR-002", f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
+    return UnfitMachineError(
+        "MW-DOCTOR-002", f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}"
+    )
 
 
 def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
@@ -62,8 +68,8 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     """
     _, world_size, _ = environment_rank()
     config = resolve(config, world_size)
-    grid = Grid(*config.parallel.degrees)
-    directory = run_directory(config)
+    grid = Grid.of(config.parallel.degrees)
+    directory = run_directory(config.run)
     store, is_connected = _rendezvous(grid, directory)
     if not is_connected:
         return
@@ -71,11 +77,18 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     mesh = open_mesh(grid, config.train.device, timeout_s=TIMEOUT_S, store=store, **across)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
-    facts, links, sums = gather_facts(mesh, directory), measure_links(mesh), measure_all_reduces(mesh)
+    facts = gather_facts(mesh, directory)
+    links = measure_links(mesh)
+    sums = measure_all_reduces(mesh)
     expected = expected_of(Path(config.launch.cluster)) if config.launch.cluster else None
     findings = judge(facts, links, expected_bytes_per_s=expected)
     if mesh.rank == 0:
-        put(format_report(facts, links, sums, findings, bucket_bytes(config)), flush=True)
+        put(
+            format_report(
+                facts, links, sums, findings, bucket_bytes(config.parallel, config.train)
+            ),
+            flush=True,
+        )
         if not any(each.disk_problem for each in facts):
             write_links(links, directory / LINKS)
             write_bad_nodes(findings, directory)
@@ -91,12 +104,12 @@ def _rendezvous(grid: Grid, directory: Path) -> tuple[Any, bool]:
     """Wait until all ranks have joined, and check that nodes can connect to each other; blocks.
 
     Returns:
-        (store, is_connected). The store is None under an elastic agent, which owns it; links are then not checked. With
-        False, this rank has to exit: rank 0 reports the findings.
+        (store, is_connected). The store is None under an elastic agent, which owns it; links are
+        then not checked. With False, this rank has to exit: rank 0 reports the findings.
 
     Raises:
-        UnfitMachineError: on rank 0, a rank is absent or a link is dead, and nothing more can be measured. On another
-            rank, rank 0 is unreachable and has reported nothing.
+        UnfitMachineError: on rank 0, a rank is absent or a link is dead, and nothing more can be
+            measured. On another rank, rank 0 is unreachable and has reported nothing.
     """
     rank, world_size, local_rank = environment_rank()
     try:
@@ -125,14 +138,21 @@ def _rendezvous(grid: Grid, directory: Path) -> tuple[Any, bool]:
 
 
 def _wait_for_others(store: Any, world_size: int) -> None:
-    """Wait until the other ranks have seen the findings, at most ``NOTICE_S``: the store ends with this process."""
+    """Wait until the other ranks have seen the findings, at most ``NOTICE_S``:
+    the store ends with this process.
+    """
     deadline_s = time.monotonic() + NOTICE_S
-    while store is not None and store.add("noticed", 0) < world_size - 1 and time.monotonic() < deadline_s:
+    while (
+        store is not None
+        and store.add("noticed", 0) < world_size - 1
+        and time.monotonic() < deadline_s
+    ):
         time.sleep(0.05)
 
 
 def expected_of(cluster: Path) -> float | None:
-    """Return the rate of links across nodes in a cluster's TOML, ``[across_nodes] bytes_per_s``; None if it is missing.
+    """Return the rate of links across nodes in a cluster's TOML, ``[across_nodes] bytes_per_s``;
+    None if it is missing.
 
     Raises:
         ConfigError: the file cannot be read.

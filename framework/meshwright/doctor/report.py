@@ -27,13 +27,16 @@ def format_report(
     """Return the whole report. ``bucket_bytes``: the configuration's ``parallel.bucket_bytes``."""
     first = facts[0]
     lines = ["  ".join(f"{name} {version}" for name, version in first.versions), ""]
-    best, inside = by_node(links), {link.nodes[0]: link for link in links if link.nodes[0] == link.nodes[1]}
+    best = by_node(links)
+    inside = {link.nodes[0]: link for link in links if link.nodes[0] == link.nodes[1]}
     rows: list[tuple[str, ...]] = [
         ("node", "ranks", "device", "memory", "free", "load", "clock", "disk", "within", "across")
     ]
     for host in dict.fromkeys(each.host for each in facts):
         of_host = [each for each in facts if each.host == host]
-        speed = next((each.write_bytes_per_s for each in of_host if each.write_bytes_per_s is not None), None)
+        speed = next(
+            (each.write_bytes_per_s for each in of_host if each.write_bytes_per_s is not None), None
+        )
         rows.append(
             (
                 host,
@@ -62,7 +65,11 @@ def _pairs(across: Sequence[LinkMeasurement]) -> list[tuple[str, ...]]:
     return [
         ("between nodes", "one way", "latency"),
         *(
-            (f"{link.nodes[0]} {link.nodes[1]}", gbit(link.bytes_per_s), f"{1e6 * link.latency_s:.0f} us")
+            (
+                f"{link.nodes[0]} {link.nodes[1]}",
+                gbit(link.bytes_per_s),
+                f"{1e6 * link.latency_s:.0f} us",
+            )
             for link in sorted(across)
         ),
     ]
@@ -85,9 +92,11 @@ def _sums(sums: Sequence[AllReduceTiming]) -> list[tuple[str, ...]]:
 
 
 def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str]:
-    """Return a line on the latency share of the gradient buckets, and on the smallest size that keeps it low enough.
+    """Return a line on the latency share of the gradient buckets,
+    and on the smallest size that keeps it low enough.
 
-    Larger buckets start their reduction later, so no larger size is advised. Empty without dp measurements.
+    Larger buckets start their reduction later, so no larger size is advised. Empty without dp
+    measurements.
     """
     dp = [each for each in sums if each.axis == "dp"]
     if not dp:
@@ -95,8 +104,9 @@ def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str
     worst = max(dp, key=lambda each: each.latency_share(bucket_bytes))
     sufficient = max(-(-each.bytes_for(MAX_LATENCY_SHARE) // 2**20) for each in dp) * 2**20
     line = (
-        f"gradients in buckets of {format_size(bucket_bytes)}: {worst.latency_share(bucket_bytes):.1%} of a sum over "
-        f"dp is latency; {MAX_LATENCY_SHARE:.0%} with {format_size(sufficient)}"
+        f"gradients in buckets of {format_size(bucket_bytes)}:"
+        f" {worst.latency_share(bucket_bytes):.1%} of a sum over dp is latency;"
+        f" {MAX_LATENCY_SHARE:.0%} with {format_size(sufficient)}"
     )
     advice = f": set parallel.bucket_bytes = {sufficient}" if sufficient > bucket_bytes else ""
     return ["", line + advice]
@@ -104,16 +114,22 @@ def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str
 
 def _ranks(ranks: Sequence[int]) -> str:
     whole = list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 and list(ranks) == whole else " ".join(map(str, ranks))
+    if len(ranks) > 1 and list(ranks) == whole:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(map(str, ranks))
 
 
 def links_toml(links: Sequence[LinkMeasurement]) -> str:
-    """Return the median figures inside nodes and across nodes as TOML; unmeasured ones are left out."""
+    """Return the median figures inside nodes and across nodes as TOML;
+    unmeasured ones are left out.
+    """
     kinds = {
         "in_node": [link for link in links if link.nodes[0] == link.nodes[1]],
         "across_nodes": [link for link in links if link.nodes[0] != link.nodes[1]],
     }
-    lines = [f"# measured by `meshwright doctor`, {time.strftime('%Y-%m-%d %H:%M')}; one way, medians"]
+    lines = [
+        f"# measured by `meshwright doctor`, {time.strftime('%Y-%m-%d %H:%M')}; one way, medians"
+    ]
     for name, found in kinds.items():
         if found:
             rate = statistics.median(link.bytes_per_s for link in found)

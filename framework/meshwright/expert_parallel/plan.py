@@ -1,17 +1,18 @@
-"""Expert parallelism of a plain model: each module of kind ``experts`` in its sharding plan keeps E/ep experts.
+"""Expert parallelism of a plain model: each module of kind ``experts``
+in its sharding plan keeps E/ep experts.
 
     x, ids, weights --> dispatch --> the module's original forward on its experts --> combine --> sum of weight * y
 
-The original forward gets rows with one expert each, without weights or with weights of 1. The rank that sent a token
-multiplies by the router's weights: so the router gets its gradient there, and only rows go over the wire. It works for
-any module called with (x, ids, weights) whose parameters have the experts in dim 0.
+The original forward gets rows with one expert each, without weights or with weights of 1. The rank
+that sent a token multiplies by the router's weights: so the router gets its gradient there, and
+only rows go over the wire. It works for any module called with (x, ids, weights) whose parameters
+have the experts in dim 0.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from functools import partial
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -24,7 +25,9 @@ from meshwright.expert_parallel.dispatch import find_route
 from meshwright.expert_parallel.exchange import combine, dispatch
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.seeding import SeededDropout
+from meshwright.placement.patterns import entries_for
+from meshwright.placement.rewrite import ModuleSite, Placed, PlacementRule, copy_of, rewrite
+from meshwright.placement.ties import Held, check_ties
 
 EXPERTS = "experts"
 
@@ -37,41 +40,38 @@ def apply(
     group: Group,
     tied: Sequence[tuple[str, ...]] = (),
 ) -> dict[str, ParameterInfo]:
-    """Slice the experts of each layer over the ep group, in place; return the parameters' metadata. No communication.
+    """Slice the experts of each layer over the ep group, in place; return the parameters' metadata.
+    No communication.
 
     Call it after tensor parallelism is applied, which does not cut experts.
 
     Raises:
-        ModelError: the plan names no experts, their parameters cannot be sliced along dim 0 or are tied to others, or
-            their buffers have a row for each expert.
+        ModelError: the plan names no experts, their parameters cannot be sliced along dim 0 or are
+            tied to others, or their buffers have a row for each expert.
     """
-    found = dict(infos)
     if group.size == 1:
-        return found
-    names = expert_names(model, plan)
-    if not names:
+        return dict(infos)
+    share = partial(_share, builder, group)
+    patterns = [pattern for pattern, kind in plan.items() if kind == EXPERTS]
+    rules = [PlacementRule(EXPERTS, each, EXPERTS, share, is_deep=True) for each in patterns]
+    slices = rewrite(model, rules).slices
+    if not slices:
         raise ModelError(
             "MW-EP-001",
-            f"{builder}: parallel.ep = {group.size} shares experts, and the model's sharding_plan names none (kind "
-            f'"{EXPERTS}"): use parallel.ep = 1, or name the module that is called with (x, ids, weights)',
+            f"{builder}: parallel.ep = {group.size} shares experts, and the model's sharding_plan"
+            f' names none (kind "{EXPERTS}"): use parallel.ep = 1, or name the module that is'
+            " called with (x, ids, weights)",
         )
-    parts: dict[int, nn.Module] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for name in names:
-        plain = model.get_submodule(name)
-        _check_experts(builder, name, plain, group.size)
-        for path, whole in plain.named_parameters(remove_duplicate=False):
-            part = _slice(builder, f"{name}.{path}", whole, group)
-            info = found[f"{name}.{path}"]._replace(slice=part, sum_over_tp=False, is_expert=True)
-            found[f"{name}.{path}"] = info
-            local = nn.Parameter(info.take(whole.detach()), whole.requires_grad)
-            parameters.setdefault(id(whole), local)
-        if id(plain) not in parts:
-            parts[id(plain)] = _share(plain, group, parameters)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, parts[id(plain)])
-    _check_ties(builder, found, tied)
-    return found
+    sliced = dict(infos)
+    for name, part in slices.items():
+        # its gradient is summed over the ranks with the same experts, not over tp
+        sliced[name] = sliced[name]._replace(slice=part, is_partial=False)
+    held = {
+        name: Held(info.slice, info.is_partial, EXPERTS if name in slices else "no expert")
+        for name, info in sliced.items()
+    }
+    check_ties(held, tied, "parallel.ep")
+    return sliced
 
 
 def expert_names(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
@@ -79,20 +79,21 @@ def expert_names(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, _ in model.named_modules(remove_duplicate=False)
-        if name and any(kind == EXPERTS and fnmatchcase(name, pattern) for pattern, kind in plan.items())
+        if name and EXPERTS in entries_for(name, plan)
     ]
 
 
 def _slice(builder: str, name: str, whole: Tensor, group: Group) -> Slice:
-    num_experts, part = whole.shape[0], whole.shape[0] // group.size
+    num_experts = whole.shape[0]
+    part = whole.shape[0] // group.size
     if num_experts % group.size:
         divisors = ", ".join(str(ep) for ep in range(1, num_experts + 1) if num_experts % ep == 0)
         raise ModelError(
             "MW-EP-002",
-            f"{builder}: {name} has {num_experts} experts, and parallel.ep = {group.size} does not divide them: choose "
-            f"one of {divisors}",
+            f"{builder}: {name} has {num_experts} experts, and parallel.ep = {group.size} does not"
+            f" divide them: choose one of {divisors}",
         )
-    return Slice(0, group.rank * part, (group.rank + 1) * part, part)
+    return Slice(0, group.rank * part, (group.rank + 1) * part, part, over="ep")
 
 
 def _check_experts(builder: str, name: str, experts: nn.Module, ep: int) -> None:
@@ -100,47 +101,44 @@ def _check_experts(builder: str, name: str, experts: nn.Module, ep: int) -> None
     if len(set(counts.values())) > 1:
         raise ModelError(
             "MW-EP-004",
-            f"{builder}: parallel.ep cuts dim 0 of each parameter of {name}, and these have "
-            f"{', '.join(f'{path} {count}' for path, count in counts.items())}: the expert is not dim 0 of all; use "
-            f"parallel.ep = 1, or take the others out of the module",
+            f"{builder}: parallel.ep cuts dim 0 of each parameter of {name}, and these have"
+            f" {', '.join(f'{path} {count}' for path, count in counts.items())}: the expert is not"
+            " dim 0 of all; use parallel.ep = 1, or take the others out of the module",
         )
     for path, buffer in experts.named_buffers():
         if buffer.dim() and buffer.shape[0] in counts.values():
             raise ModelError(
                 "MW-EP-011",
-                f"{builder}: the buffer {name}.{path} has dim 0 = {buffer.shape[0]}, the number of experts, and "
-                f"parallel.ep = {ep} cuts parameters alone: ids on a rank count its own experts from 0, so it would "
-                f"read the rows of others. Make it an nn.Parameter with requires_grad=False that reset_parameters() "
-                f"fills, hold it in the router, or use parallel.ep = 1",
+                f"{builder}: the buffer {name}.{path} has dim 0 = {buffer.shape[0]}, the number of"
+                f" experts, and parallel.ep = {ep} cuts parameters alone: ids on a rank count its"
+                " own experts from 0, so it would read the rows of others. Make it an nn.Parameter"
+                " with requires_grad=False that reset_parameters() fills, hold it in the router,"
+                " or use parallel.ep = 1",
             )
 
 
-def _check_ties(builder: str, infos: Mapping[str, ParameterInfo], tied: Sequence[tuple[str, ...]]) -> None:
-    for names in tied:
-        if len({infos[name].is_expert for name in names if name in infos}) > 1:
-            raise ModelError(
-                "MW-EP-003",
-                f"{builder}: the tied weights {', '.join(names)} are experts in one place alone, and parallel.ep cuts "
-                f"those: untie them, or use parallel.ep = 1",
-            )
-
-
-def _share(plain: nn.Module, group: Group, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Return a copy of a module of experts with this rank's ``parameters`` and a forward that exchanges rows."""
-    draws = {id(module.draw): module.draw for module in plain.modules() if isinstance(module, SeededDropout)}
-    module = copy.deepcopy(plain, draws)
+def _share(builder: str, group: Group, site: ModuleSite) -> Placed:
+    """Return a copy of a module of experts whose forward exchanges rows, and the slices of its
+    parameters.
+    """
+    name, plain = site.name, site.module
+    _check_experts(builder, name, plain, group.size)
+    slices = {
+        path: _slice(builder, f"{name}.{path}", whole, group)
+        for path, whole in plain.named_parameters(remove_duplicate=False)
+    }
+    module = copy_of(plain)
     num_experts = next(plain.parameters()).shape[0]
-    for path, whole in plain.named_parameters(remove_duplicate=False):
-        owner, _, attribute = path.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, parameters[id(whole)])
-    given: dict[str, Any] = vars(module)
-    given["expert_exchange"] = ExpertExchange(group, num_experts, type(plain))
-    given["forward"] = MethodType(_forward, module)
-    return module
+    attributes: dict[str, Any] = vars(module)
+    attributes["expert_exchange"] = ExpertExchange(group, num_experts, type(plain))
+    attributes["forward"] = MethodType(_forward, module)
+    return Placed(module, slices)
 
 
 class ExpertExchange:
-    """Attributes of a module of experts for its exchange: ep group, and number of experts over all ranks."""
+    """Attributes of a module of experts for its exchange: ep group,
+    and number of experts over all ranks.
+    """
 
     def __init__(self, group: Group, num_experts: int, kind: type[nn.Module]) -> None:
         self.group = group
@@ -152,16 +150,19 @@ class ExpertExchange:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
 def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the weighted sum over each token's experts on all ranks: x (.., D), ids and weights (.., k) -> (.., D).
+    """Return the weighted sum over each token's experts on all ranks: x (.., D),
+    ids and weights (.., k) -> (.., D).
 
     Replaces the forward of a module of experts. Collective over the ep group; blocks.
     """
     exchange: Any = vars(module)["expert_exchange"]
-    own = type(module).forward
+    experts = type(module).forward
     route = find_route(ids, exchange.num_experts, exchange.group)
     rows = dispatch(x.reshape(-1, x.shape[-1]), route)
-    ones = None if exchange.takes_none else torch.ones_like(route.local_ids, dtype=x.dtype).unsqueeze(-1)
-    y = combine(own(module, rows, route.local_ids.unsqueeze(-1), ones), route)
+    ones = None
+    if not exchange.takes_none:
+        ones = torch.ones_like(route.local_ids, dtype=x.dtype).unsqueeze(-1)
+    y = combine(experts(module, rows, route.local_ids.unsqueeze(-1), ones), route)
     y = y.view(*ids.shape, y.shape[-1])
     if weights is not None:
         y = y * weights.unsqueeze(-1)

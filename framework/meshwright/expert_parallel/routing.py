@@ -3,12 +3,14 @@
     record     choice of the router --> copied, by sample and position --> one file for each step
     replay     file --> ids of this rank's tokens --> router's weights for these ids, from its own scores
 
-A router takes part if it calls its attribute ``route_ids`` (meshwright_models/router.py), which the hooks
-here replace. Sample
-indices come from the Draw, as for dropout masks, and positions from the router's ``own_tokens``. So the file is the
-same for every layout, and any layout can replay it. Recomputed forwards are not recorded, and replay the same ids.
+A router takes part if it calls its attribute ``route_ids`` (meshwright_models/router.py), which the
+hooks here replace. Sample
+indices come from the current micro-batch, as for dropout masks, and positions from the router's ``own_tokens``. So
+the file is the same for every layout, and any layout can replay it. Recomputed forwards are not
+recorded, and replay the same ids.
 
-Shapes: B samples of a micro-batch, G of a step; n of a sample's S tokens on this rank; k experts of a token.
+Shapes: B samples of a micro-batch, G of a step; n of a sample's S tokens on this rank; k experts of
+a token.
 """
 
 from __future__ import annotations
@@ -22,20 +24,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.current import CurrentMicrobatch
 from meshwright.errors import ConfigError
-from meshwright.expert_parallel.routing_file import Fingerprint, RoutingFile, TableShape, compact_dtype, write_file
+from meshwright.expert_parallel.routing_file import (
+    Fingerprint,
+    RoutingFile,
+    TableShape,
+    compact_dtype,
+    write_file,
+)
 from meshwright.mesh.comm import Group
-from meshwright.seeding import Draw
 
 
 def find_routers(layers: nn.Module) -> dict[str, Any]:
     """Return the routers of a model that take part in recording and replay, by name."""
-    found = {name: each for name, each in layers.named_modules() if callable(getattr(each, "route_ids", None))}
+    found = {
+        name: each
+        for name, each in layers.named_modules()
+        if callable(getattr(each, "route_ids", None))
+    }
     return {name: each for name, each in found.items() if hasattr(each, "routing")}
 
 
 def check_routers(builder: str, layers: nn.Module, experts: list[str]) -> None:
-    """Check that every module of experts (``experts``: their names) has a router that takes part in its layer.
+    """Check that every module of experts (``experts``: their names)
+    has a router that takes part in its layer.
 
     Raises:
         ConfigError: one has none, or one router is used at two places of the model.
@@ -44,18 +57,23 @@ def check_routers(builder: str, layers: nn.Module, experts: list[str]) -> None:
     having = {name.partition(".")[0] for name in routers}
     without = [name for name in experts if name.partition(".")[0] not in having]
     if without or not routers:
-        of = f"the layer of {without[0]} has no such router" if without else "the model has no such router"
+        place = f"the layer of {without[0]}" if without else "the model"
         raise ConfigError(
             "MW-EP-008",
-            f"{builder}: a routing is recorded and replayed by a router's function route_ids; {of}: leave --routing "
-            f'out, or write the router as docs/mixture-of-experts.md has it ("Routing as data")',
+            f"{builder}: a routing is recorded and replayed by a router's function route_ids;"
+            f" {place} has no such router: leave --routing out, or write the router as"
+            ' docs/mixture-of-experts.md has it ("Routing as data")',
         )
-    names = [name for name, each in layers.named_modules(remove_duplicate=False) if each in routers.values()]
+    names = [
+        name
+        for name, each in layers.named_modules(remove_duplicate=False)
+        if each in routers.values()
+    ]
     if len(names) > len(routers):
         raise ConfigError(
             "MW-EP-009",
-            f"{builder}: one router is used at several places of the model ({', '.join(names)}), and a recording "
-            f"holds one choice for each token: leave --routing out",
+            f"{builder}: one router is used at several places of the model ({', '.join(names)}),"
+            " and a recording holds one choice for each token: leave --routing out",
         )
 
 
@@ -76,26 +94,33 @@ class RankTokens(NamedTuple):
 
     length: int
     """Tokens of a sample."""
-    draw: Draw
+    current: CurrentMicrobatch
     """State of the current micro-batch, with its sample indices."""
     device: torch.device = torch.device("cpu")
     world: Group | None = None
     """All ranks; None: one process."""
     adds: bool = True
-    """False on ranks whose tokens another rank contributes (tensor parallelism without sequence parallelism)."""
+    """False on ranks whose tokens another rank contributes (tensor parallelism without sequence
+    parallelism).
+    """
 
 
 class RoutingHooks:
-    """Recorder, or replayer, of the choices of this rank's routers. Without either, routers stay as they are.
+    """Recorder, or replayer, of the choices of this rank's routers. Without either,
+    routers stay as they are.
 
     Args:
         layers: layers of this rank, under their names in the whole model.
         whole: the whole model, which may lie on meta.
     """
 
-    def __init__(self, plan: RoutingPlan, layers: Sequence[nn.Module], whole: nn.Module, tokens: RankTokens) -> None:
-        self._plan, self._tokens, self._world = plan, tokens, tokens.world
-        self._draw, self._length = tokens.draw, tokens.length
+    def __init__(
+        self, plan: RoutingPlan, layers: Sequence[nn.Module], whole: nn.Module, tokens: RankTokens
+    ) -> None:
+        self._plan = plan
+        self._tokens = tokens
+        self._world = tokens.world
+        self._current, self._length = tokens.current, tokens.length
         self._shapes = {name: _shape_of(router) for name, router in find_routers(whole).items()}
         self._entries: dict[str, list[_Entry]] = {}
         self._file: RoutingFile | None = None
@@ -110,7 +135,8 @@ class RoutingHooks:
 
     @contextmanager
     def during(self, key: str, samples: range, *, is_needed: bool = True) -> Iterator[None]:
-        """Record or replay the forwards within the context, of these global sample indices, as the file ``key``.
+        """Record or replay the forwards within the context, of these global sample indices,
+        as the file ``key``.
 
         ``is_needed``: raise if a replay has no such file; False: the routers then choose.
         """
@@ -134,7 +160,9 @@ class RoutingHooks:
             self._file = RoutingFile(path_of(self._plan.replay, key), self._fingerprint())
 
     def end(self, key: str) -> str | None:
-        """End the pass; rank 0 writes a recording. Return why it could not be written, or None. Collective; blocks."""
+        """End the pass; rank 0 writes a recording. Return why it could not be written, or None.
+        Collective; blocks.
+        """
         self._is_open, self._file, self._given = False, None, {}
         if self._plan.record is None:
             return None
@@ -156,41 +184,53 @@ class RoutingHooks:
         return reason
 
     def _fingerprint(self) -> Fingerprint:
-        return {**self._plan.fingerprint, "samples": f"{self._samples.start} to {self._samples.stop - 1}"}
+        return {
+            **self._plan.fingerprint,
+            "samples": f"{self._samples.start} to {self._samples.stop - 1}",
+        }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _route(self, name: str, router: Any, ids: Tensor) -> Tensor:
-        """Return the chosen ids, (B, n, k) or (B n, k), or those of the file; record them. Replaces ``route_ids``."""
+        """Return the chosen ids, (B, n, k) or (B n, k), or those of the file; record them.
+        Replaces ``route_ids``.
+        """
         if not self._is_open or ids.is_meta:
             return ids
-        samples, chosen = self._draw.sample_indices, ids
+        samples, chosen = self._current.sample_indices, ids
         assert samples is not None
         ids = ids.view(len(samples), -1, ids.shape[-1])
         if self._file is not None:
             given = self._read(name, router, ids)
             self._given[name] = given
             ids = torch.where(given >= 0, given % self._shapes[name].num_experts, ids)
-        if self._plan.record is not None and not self._draw.is_recompute:
-            positions = router.own_tokens(torch.arange(self._length, device=ids.device).expand(len(ids), -1))
+        if self._plan.record is not None and not self._current.is_recompute:
+            positions = router.own_tokens(
+                torch.arange(self._length, device=ids.device).expand(len(ids), -1)
+            )
             self._entries[name].append(_Entry(samples, positions, ids.to(self._shapes[name].dtype)))
         return chosen if self._file is None else ids.view_as(chosen)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _keep(self, name: str, router: Any, is_kept: Tensor) -> Tensor:
-        """Return the choices within capacity, (B, n, k) bool, or the file's; record them. Replaces ``route_kept``."""
+        """Return the choices within capacity, (B, n, k) bool, or the file's; record them.
+        Replaces ``route_kept``.
+        """
         if not self._is_open or is_kept.is_meta:
             return is_kept
         if self._file is not None:
-            given, num_experts = self._given[name], self._shapes[name].num_experts
+            given = self._given[name]
+            num_experts = self._shapes[name].num_experts
             is_kept = torch.where(given >= 0, given < num_experts, is_kept)
-        if self._plan.record is not None and not self._draw.is_recompute:
+        if self._plan.record is not None and not self._current.is_recompute:
             ids = self._entries[name][-1].ids
             ids += (~is_kept).to(ids.dtype) * self._shapes[name].num_experts
         return is_kept
 
     def _read(self, name: str, router: Any, ids: Tensor) -> Tensor:
-        """Read the ids of this rank's tokens, (B, n, k). On CUDA the host synchronises, once per micro-batch."""
-        samples = self._draw.sample_indices
+        """Read the ids of this rank's tokens, (B, n, k). On CUDA the host synchronises,
+        once per micro-batch.
+        """
+        samples = self._current.sample_indices
         assert samples is not None and self._file is not None
         if self._rows[0] is not samples:
             self._rows = samples, [index - self._samples.start for index in samples.tolist()]
@@ -200,13 +240,15 @@ class RoutingHooks:
         return given
 
     def _check_complete(self) -> None:
-        """Check that each router has recorded each token of the pass once. Collective over the world; blocks.
+        """Check that each router has recorded each token of the pass once.
+        Collective over the world; blocks.
 
         Raises:
             ConfigError: one has not; on every rank.
         """
         rows = [
-            sum(entry.positions.numel() for entry in self._entries[name]) * self._tokens.adds for name in self._shapes
+            sum(entry.positions.numel() for entry in self._entries[name]) * self._tokens.adds
+            for name in self._shapes
         ]
         counts = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)
         if self._world is not None:
@@ -216,12 +258,14 @@ class RoutingHooks:
             if count != expected:
                 raise ConfigError(
                     "MW-EP-010",
-                    f"{name} chose experts for {count:,} tokens in a step of {len(self._samples)} samples of "
-                    f"{self._length} tokens: only a router that sees each token once can be recorded",
+                    f"{name} chose experts for {count:,} tokens in a step of {len(self._samples)}"
+                    f" samples of {self._length} tokens: only a router that sees each token once"
+                    " can be recorded",
                 )
 
     def _summed(self, name: str, shape: TableShape) -> Tensor:
-        """All-reduce the ids of a router to (G, S, k) on the CPU. Collective over the world; blocks.
+        """All-reduce the ids of a router to (G, S, k) on the CPU. Collective over the world;
+        blocks.
 
         Wire: 2 M (n-1)/n bytes, M bytes of all ids, n ranks.
         """
@@ -229,7 +273,8 @@ class RoutingHooks:
         for samples, positions, ids in self._entries[name] if self._tokens.adds else ():
             whole[(samples.to(ids.device) - self._samples.start).unsqueeze(1), positions] = ids
         if self._world is not None:
-            self._world.all_reduce(whole.view(torch.uint8)).wait()  # all ranks but one have zero in each byte
+            # all ranks but one have zero in each byte
+            self._world.all_reduce(whole.view(torch.uint8)).wait()
         return whole.cpu()
 
 

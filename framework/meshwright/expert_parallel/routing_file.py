@@ -1,11 +1,13 @@
-"""Files of recorded routing: one safetensors file for each step, with the expert ids of each router. No pickle.
+"""Files of recorded routing: one safetensors file for each step,
+with the expert ids of each router. No pickle.
 
     step-00000012.safetensors
         "block0.mlp.router"    (G, S, k)    row i: sample i of the step's global batch, S tokens in their order
 
-An id e is an expert; E + e is expert e that dropped the token, because it was at capacity; -1 leaves the choice to the
-router. Files written here are uint8 where ids fit, else int16 or int32; uint8 and int8 .. int64 are read. The metadata
-hold a fingerprint of the run. A file without one is accepted by any run whose shapes it fits.
+An id e is an expert; E + e is expert e that dropped the token, because it was at capacity; -1
+leaves the choice to the router. Files written here are uint8 where ids fit, else int16 or int32;
+uint8 and int8 .. int64 are read. The metadata hold a fingerprint of the run. A file without one is
+accepted by any run whose shapes it fits.
 """
 
 from __future__ import annotations
@@ -34,9 +36,15 @@ Fingerprint = Mapping[str, str | int]
 
 
 def fingerprint_of(
-    builder: str, options: Mapping[str, Any], data: Mapping[str, str], seed: int, sequence_length: int
+    builder: str,
+    options: Mapping[str, Any],
+    data: Mapping[str, str],
+    seed: int,
+    sequence_length: int,
 ) -> dict[str, str | int]:
-    """Return a run's fingerprint, to which each step adds its samples. ``data``: hashes of the corpus by name."""
+    """Return a run's fingerprint, to which each step adds its samples. ``data``:
+    hashes of the corpus by name.
+    """
     return {
         "model.builder": builder,
         "model.options": _digest(options),
@@ -52,7 +60,9 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 def compact_dtype(num_ids: int) -> torch.dtype:
     """Return the smallest dtype, of those written to files, that holds ids below ``num_ids``."""
-    return next((dtype for dtype, largest in LARGEST.items() if num_ids - 1 <= largest), torch.int32)
+    return next(
+        (dtype for dtype, largest in LARGEST.items() if num_ids - 1 <= largest), torch.int32
+    )
 
 
 class TableShape(NamedTuple):
@@ -77,11 +87,17 @@ def write_file(
     Raises:
         OSError: it cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "fingerprint": json.dumps(fingerprint)}}
+    header: dict[str, Any] = {
+        "__metadata__": {"format": FORMAT, "fingerprint": json.dumps(fingerprint)}
+    }
     start = 0
     for name, each in shapes.items():
         stop = start + each.num_bytes
-        header[name] = {"dtype": DTYPES[each.dtype], "shape": list(each.shape), "data_offsets": [start, stop]}
+        header[name] = {
+            "dtype": DTYPES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -96,7 +112,8 @@ class RoutingFile:
     """Recorded routing of one step, open for reading."""
 
     def __init__(self, path: Path, fingerprint: Fingerprint | None = None) -> None:
-        """Open a file and check its fingerprint. ``fingerprint``: of this run's step; None: no check.
+        """Open a file and check its fingerprint. ``fingerprint``: of this run's step; None:
+        no check.
 
         Raises:
             ConfigError: it cannot be read, or is of another model, corpus, seed or batch.
@@ -111,8 +128,8 @@ class RoutingFile:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ConfigError(
                 "MW-EP-005",
-                f"{path}: no routing can be read ({why}): record it by `--routing record`, and name its directory as "
-                f"train.routing_directory",
+                f"{path}: no routing can be read ({why}): record it by `--routing record`, and name"
+                " its directory as train.routing_directory",
             ) from None
         self._check(found if isinstance(found, dict) else {}, fingerprint or {})
 
@@ -127,8 +144,8 @@ class RoutingFile:
         if different:
             raise ConfigError(
                 "MW-EP-006",
-                f"{self.path} is a routing of another run: {'; '.join(different)}. Replay it with the configuration "
-                f"that recorded it",
+                f"{self.path} is a routing of another run: {'; '.join(different)}. Replay it with"
+                " the configuration that recorded it",
             )
 
     @property
@@ -137,10 +154,12 @@ class RoutingFile:
         return list(self._file.keys())
 
     def read(self, name: str, rows: Sequence[int], shape: tuple[int, int], num_ids: int) -> Tensor:
-        """Return the ids of samples ``rows`` of the step, (len(rows), S, k) int64 below ``num_ids``. ``shape``: (S, k).
+        """Return the ids of samples ``rows`` of the step, (len(rows), S, k)
+        int64 below ``num_ids``. ``shape``: (S, k).
 
         Raises:
-            ConfigError: the file lacks this router or these samples, or its ids have another shape, type or range.
+            ConfigError: the file lacks this router or these samples, or its ids have another shape,
+                type or range.
         """
         if name not in self.names:
             raise self._misfit(f"has no tensor {name!r}, one of the model's routers")
@@ -149,7 +168,8 @@ class RoutingFile:
         if len(found) != 3 or found[1:] != shape or not all(0 <= row < found[0] for row in rows):
             samples = f"{max(rows, default=0) + 1} samples or more"
             raise self._misfit(
-                f"has {list(found)} ids of {name}, not ({samples}, {shape[0]} tokens, {shape[1]} experts)"
+                f"has {list(found)} ids of {name}, not ({samples}, {shape[0]} tokens, {shape[1]}"
+                " experts)"
             )
         runs = _runs(rows)
         ids = (
@@ -158,10 +178,14 @@ class RoutingFile:
             else torch.empty(0, *shape, dtype=torch.int64)
         )
         if ids.dtype not in READ:
-            raise self._misfit(f"holds {str(ids.dtype).removeprefix('torch.')} for {name}, not integers")
+            raise self._misfit(
+                f"holds {str(ids.dtype).removeprefix('torch.')} for {name}, not integers"
+            )
         ids = ids.to(torch.int64)
         if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_ids:
-            raise self._misfit(f"has ids from {int(ids.min())} to {int(ids.max())} for {name}, not below {num_ids}")
+            raise self._misfit(
+                f"has ids from {int(ids.min())} to {int(ids.max())} for {name}, not below {num_ids}"
+            )
         return ids
 
     def table(self, name: str) -> Tensor:
@@ -171,7 +195,8 @@ class RoutingFile:
 
     def _misfit(self, what: str) -> ConfigError:
         return ConfigError(
-            "MW-EP-007", f'{self.path} {what}: see docs/mixture-of-experts.md, "Routing as data", for its form'
+            "MW-EP-007",
+            f'{self.path} {what}: see docs/mixture-of-experts.md, "Routing as data", for its form',
         )
 
 
@@ -201,7 +226,9 @@ class OtherRouting(NamedTuple):
 
 
 def compare_files(ours: Path, theirs: Path) -> Iterator[OtherRouting]:
-    """Yield the routers whose experts differ between two files. The order of a token's experts does not count."""
+    """Yield the routers whose experts differ between two files.
+    The order of a token's experts does not count.
+    """
     mine, reference = RoutingFile(ours), RoutingFile(theirs)
     for name in reference.names:
         a, b = mine.table(name).to(torch.int64), reference.table(name).to(torch.int64)

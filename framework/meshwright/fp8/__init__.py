@@ -1,1 +1,3 @@
-"""Linears in float8: rowwise quantisation, products, the linear with its backward, and conversion of a model."""
+"""Linears in float8: rowwise quantisation, products, the linear with its backward,
+and conversion of a model.
+"""

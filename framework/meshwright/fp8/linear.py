@@ -1,12 +1,15 @@
-"""Linear with forward and input-gradient products in float8, and the weight gradient in the training dtype.
+"""Linear with forward and input-gradient products in float8,
+and the weight gradient in the training dtype.
 
     forward    y  = q(x) q(W)^T        contracted over I: scales per row of x (token) and per row of W
     I          dx = q(dy) q(W^T)^T     contracted over O: scales per row of dy (token) and per column of W
     W          dW = dy^T value(q(x))   in the training dtype; x is saved as codes and exponents
 
-Where tp cuts the contracted dim (I of a row layer, O of a column layer), an all-reduce over tp agrees on the scales.
+Where tp cuts the contracted dim (I of a row layer, O of a column layer), an all-reduce over tp
+agrees on the scales.
 
-Source: the rowwise recipe of torchao with its weight gradient in high precision, with power-of-two scales.
+Source: the rowwise recipe of torchao with its weight gradient in high precision, with power-of-two
+scales.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from meshwright.fp8.quantise import Float8Tensor, dequantise, quantise
 from meshwright.mesh.comm import Group
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
-"""(weight, function that computes its gradient) -> gradient, or None to add it later; see tensor_parallel/column.py."""
+"""(weight, function that computes its gradient) -> gradient, or None to add it later;
+see tensor_parallel/column.py.
+"""
 
 
 def compute_now(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
@@ -41,17 +46,22 @@ def fp8_linear(
     cut_out: Group | None = None,
     defer: Defer = compute_now,
 ) -> Tensor:
-    """Return ``F.linear(x, weight, bias)`` in float8: x (..., I), weight (O, I), bias (O,) or None -> (..., O), local.
+    """Return ``F.linear(x, weight, bias)`` in float8: x (..., I), weight (O, I), bias (O,)
+    or None -> (..., O), local.
 
     The caller sums partial outputs over ``cut_in``, and partial input gradients over ``cut_out``.
 
     Args:
-        cut_in: tp group that cuts I: forward blocks for one all-reduce of exponents. None: I is whole.
-        cut_out: tp group that cuts O: backward blocks for one all-reduce of exponents. None: O is whole.
+        cut_in: tp group that cuts I: forward blocks for one all-reduce of exponents. None: I is
+            whole.
+        cut_out: tp group that cuts O: backward blocks for one all-reduce of exponents. None: O is
+            whole.
         defer: called in backward for each weight gradient, as in ``tensor_parallel/column.py``.
     """
     if has_torch_function((x, weight)):
-        return handle_torch_function(fp8_linear, (x, weight), x, weight, bias, cut_in, cut_out, defer=defer)
+        return handle_torch_function(
+            fp8_linear, (x, weight), x, weight, bias, cut_in, cut_out, defer=defer
+        )
     if x.dtype != weight.dtype:
         return F.linear(x, weight, bias)  # raises torch's own error
     y: Tensor = _Fp8Linear.apply(x, weight, cut_in, cut_out, defer)  # type: ignore[no-untyped-call]
@@ -66,13 +76,19 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, cut_in: Group | None, cut_out: Group | None, defer: Defer
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        cut_in: Group | None,
+        cut_out: Group | None,
+        defer: Defer,
     ) -> Tensor:
         kept, quantised = quantise([x, weight], cut_in)
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(*kept)
         ctx.weight, ctx.cut_out = weight, cut_out
-        ctx.defer = defer if weight.is_leaf else compute_now  # a weight that is no leaf needs its gradient in I
+        # a weight that is no leaf needs its gradient in I
+        ctx.defer = defer if weight.is_leaf else compute_now
         y = product(kept, quantised, x.dtype)
         return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: may change in place
 
@@ -97,7 +113,9 @@ def weight_gradient(gy: Tensor, x: Float8Tensor) -> Tensor:
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear in float8: x (..., I) -> (..., O). Conversion sets ``__class__`` of a plain linear."""
+    """nn.Linear in float8: x (..., I) -> (..., O).
+    Conversion sets ``__class__`` of a plain linear.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if has_modes():  # dynamo does not pass fp8_linear to function modes, which split backward

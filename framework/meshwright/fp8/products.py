@@ -1,7 +1,9 @@
-"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere. Wraps private torch APIs.
+"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere.
+Wraps private torch APIs.
 
-The emulation multiplies the dequantised values in the training dtype. Its operands are exactly those of the kernel. The
-results differ only by the accumulation inside a dot product and by rounding.
+The emulation multiplies the dequantised values in the training dtype. Its operands are exactly
+those of the kernel. The results differ only by the accumulation inside a dot product and by
+rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ MULTIPLE = 16
 
 
 def product(x: Float8Tensor, weight: Float8Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T in ``dtype``: x (..., K), weight (N, K) -> (..., N). The kernel runs on CUDA in bfloat16 alone."""
+    """Return x W^T in ``dtype``: x (..., K), weight (N, K) -> (..., N).
+    The kernel runs on CUDA in bfloat16 alone.
+    """
     if x.codes.is_cuda and dtype == torch.bfloat16:
         return _scaled_mm(x, weight)
     return F.linear(dequantise(x, dtype), dequantise(weight, dtype))

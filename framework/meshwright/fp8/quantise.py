@@ -5,11 +5,12 @@
     code      x 2^k, rounded to float8_e4m3fn
     value     code x 2^-k: exact in bfloat16 and wider, because a code has 4 significant bits
 
-Each pass over a tensor is one operator and, on CUDA, one kernel (kernels/float8.py). Contiguous rows that tp does not
-cut are read once, for exponents and codes. Elsewhere, and without Triton, plain torch code gives the same bits.
+Each pass over a tensor is one operator and, on CUDA, one kernel (kernels/float8.py). Contiguous
+rows that tp does not cut are read once, for exponents and codes. Elsewhere, and without Triton,
+plain torch code gives the same bits.
 
-A row's codes depend on that row alone. Micro-batches, data parallelism, pipeline stages, sequence parallelism and
-tensor parallelism therefore do not change them. NaN and Inf become NaN or Inf.
+A row's codes depend on that row alone. Micro-batches, data parallelism, pipeline stages, sequence
+parallelism and tensor parallelism therefore do not change them. NaN and Inf become NaN or Inf.
 
 Shapes: K the contracted dim, always the last.
 """
@@ -43,7 +44,8 @@ def to_codes(scaled: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """Compute :func:`exponents_of` in plain torch, from the float32 bits of a row's amax, 1.f x 2^e.
+    """Compute :func:`exponents_of` in plain torch, from the float32 bits of a row's amax,
+    1.f x 2^e.
 
     The largest code is 448 = 1.75 x 2^8, so k = 8 - e, minus 1 if 1.f > 1.75.
     """
@@ -54,12 +56,14 @@ def _exponents(x: Tensor) -> Tensor:
 
 def _codes(x: Tensor, exponents: Tensor) -> Tensor:
     """Compute the codes of x (..., K), contiguous, in plain torch."""
-    return to_codes(x.to(torch.promote_types(x.dtype, torch.float32)) * power_of_two(exponents)).contiguous()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return to_codes(wide * power_of_two(exponents)).contiguous()
 
 
 def _values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute :func:`dequantise` in plain torch."""
-    return (codes.to(torch.promote_types(dtype, torch.float32)) * power_of_two(-exponents)).to(dtype)
+    wide = codes.to(torch.promote_types(dtype, torch.float32))
+    return (wide * power_of_two(-exponents)).to(dtype)
 
 
 _SCHEMAS = {
@@ -70,10 +74,18 @@ _SCHEMAS = {
 }
 
 
-def _operator(name: str, plain: Callable[..., Any], kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register the operator ``meshwright::name``: on CUDA ``kernel`` if it takes the tensor, else ``plain``."""
+def _operator(
+    name: str, plain: Callable[..., Any], kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Register the operator ``meshwright::name``: on CUDA ``kernel`` if it takes the tensor,
+    else ``plain``.
+    """
     operator = custom_op(f"meshwright::{name}", plain, mutates_args=(), schema=_SCHEMAS[name])
-    operator.register_kernel("cuda", lambda first, *rest: (kernel if float8.takes(first) else plain)(first, *rest))
+
+    def on_cuda(first: Tensor, *rest: Any) -> Any:
+        return kernel(first, *rest) if float8.takes(first) else plain(first, *rest)
+
+    operator.register_kernel("cuda", on_cuda)
     operator.register_fake(fake)
     return operator
 
@@ -95,9 +107,17 @@ def _codes_like(x: Tensor, exponents: Tensor) -> Tensor:
 _row_exponents = _operator("row_exponents", _exponents, float8.exponents, _exponents_like)
 _row_codes = _operator("row_codes", _codes, float8.encode, _codes_like)
 _row_values = _operator(
-    "row_values", _values, float8.decode, lambda codes, exponents, dtype: codes.new_empty(codes.shape, dtype=dtype)
+    "row_values",
+    _values,
+    float8.decode,
+    lambda codes, exponents, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
-_rows = _operator("quantise_rows", _quantise_rows, float8.quantise, lambda x: (_codes_like(x, x), _exponents_like(x)))
+_rows = _operator(
+    "quantise_rows",
+    _quantise_rows,
+    float8.quantise,
+    lambda x: (_codes_like(x, x), _exponents_like(x)),
+)
 
 
 def exponents_of(x: Tensor) -> Tensor:
@@ -107,9 +127,11 @@ def exponents_of(x: Tensor) -> Tensor:
 
 
 def agree(exponents: Sequence[Tensor], group: Group | None) -> list[Tensor]:
-    """All-reduce the exponents of rows that ``group`` cuts to their minimum, which the amax of the whole rows gives.
+    """All-reduce the exponents of rows that ``group`` cuts to their minimum,
+    which the amax of the whole rows gives.
 
-    Blocks. One message for all tensors, 2 (tp-1)/tp bytes on the wire per row. ``group`` None: rows are not cut.
+    Blocks. One message for all tensors, 2 (tp-1)/tp bytes on the wire per row. ``group`` None: rows
+    are not cut.
     """
     if group is None or group.size == 1:
         return list(exponents)
@@ -125,7 +147,9 @@ def encode(x: Tensor, exponents: Tensor) -> Float8Tensor:
 
 
 def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Float8Tensor]:
-    """Quantise tensors (..., K). ``group``: ranks that cut K, which agree on exponents and block; None: K is whole."""
+    """Quantise tensors (..., K). ``group``: ranks that cut K, which agree on exponents and block;
+    None: K is whole.
+    """
     if group is None or group.size == 1:
         return [Float8Tensor(*_rows(each.detach())) for each in tensors]
     exponents = agree([exponents_of(each) for each in tensors], group)

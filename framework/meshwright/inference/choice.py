@@ -1,4 +1,6 @@
-"""Choice of the next token from logits: temperature, the most probable few, nucleus sampling, and generators."""
+"""Choice of the next token from logits: temperature, the most probable few, nucleus sampling,
+and generators.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ from torch import Tensor
 from meshwright.seeding import derive
 
 GREEDY_BELOW = 1e-30
-"""Temperature below which the likeliest token is taken: logits divided by it would overflow float32."""
+"""Temperature below which the likeliest token is taken:
+logits divided by it would overflow float32.
+"""
 EQUAL = 2.0**-18
-"""Relative distance within which logits count as equal at the last place: rounding of the head's product in float32.
+"""Relative distance within which logits count as equal at the last place:
+rounding of the head's product in float32.
 
-Tokens whose rows of the head are equal, such as added ones that began at the mean, would otherwise be chosen by the
-last bit, which tp and pp change. Of equal ones the lowest id is taken.
+Tokens whose rows of the head are equal, such as added ones that began at the mean, would otherwise
+be chosen by the last bit, which tp and pp change. Of equal ones the lowest id is taken.
 """
 MASS_ROUNDING = 1e-6
-"""Rounding of a sum of probabilities: a token at the limit of ``top_p`` up to it is beyond the limit."""
+"""Rounding of a sum of probabilities:
+a token at the limit of ``top_p`` up to it is beyond the limit.
+"""
 
 
 class SamplingRequest(NamedTuple):
@@ -37,17 +44,30 @@ class SamplingRequest(NamedTuple):
     """Seed of the draws; None: the run's seed."""
 
 
-def choose(logits: Tensor, request: SamplingRequest, generators: Sequence[torch.Generator]) -> Tensor:
-    """Choose a token per row: (B, V) logits -> (B,) int64 on CPU, each row with its own generator."""
+def choose(
+    logits: Tensor, request: SamplingRequest, generators: Sequence[torch.Generator]
+) -> Tensor:
+    """Choose a token per row: (B, V) logits -> (B,) int64 on CPU,
+    each row with its own generator.
+    """
     logits = logits.float().cpu()
     if request.temperature < GREEDY_BELOW:
         return torch.cat([highest(row, 1) for row in logits])
     count = min(request.top_k or logits.shape[-1], logits.shape[-1])
-    return torch.cat([_draw(row, count, request, generator) for row, generator in zip(logits, generators, strict=True)])
+    return torch.cat(
+        [
+            _draw(row, count, request, generator)
+            for row, generator in zip(logits, generators, strict=True)
+        ]
+    )
 
 
-def _draw(logits: Tensor, count: int, request: SamplingRequest, generator: torch.Generator) -> Tensor:
-    """Draw one of the ``count`` likeliest tokens that have the probability ``top_p`` together. (V,) -> (1,)."""
+def _draw(
+    logits: Tensor, count: int, request: SamplingRequest, generator: torch.Generator
+) -> Tensor:
+    """Draw one of the ``count`` likeliest tokens that have the probability ``top_p`` together. (V,)
+    -> (1,).
+    """
     tokens = highest(logits, count)  # likeliest first
     shares = torch.softmax(logits[tokens] / request.temperature, dim=-1)
     before = shares.cumsum(-1) - shares
@@ -72,7 +92,9 @@ def highest(logits: Tensor, count: int) -> Tensor:
 
 
 def make_generators(request: SamplingRequest, seed: int) -> list[torch.Generator]:
-    """Return a generator per prompt: a text is independent of other prompts, and a repeated prompt draws anew."""
+    """Return a generator per prompt: a text is independent of other prompts,
+    and a repeated prompt draws anew.
+    """
     chosen = seed if request.seed is None else request.seed
     generators = []
     for index, prompt in enumerate(request.prompts):

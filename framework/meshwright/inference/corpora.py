@@ -1,4 +1,6 @@
-"""Corpora of an evaluation: selection by --data, check of the tokenizer, and the bytes of text behind the labels."""
+"""Corpora of an evaluation: selection by --data, check of the tokenizer,
+and the bytes of text behind the labels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from meshwright.config import RunConfig, batch_numbers
+from meshwright.config import Data
 from meshwright.data import fingerprint
 from meshwright.data.sources import AnySource, causal_corpora
 from meshwright.data.tokenizer import TOKENIZER_FILE, begin_id, load
@@ -26,13 +28,16 @@ class TextSize(NamedTuple):
     bytes: int
 
 
-def check_tokenizer(config: RunConfig, source: AnySource) -> None:
-    """Check that data.tokenizer encoded the corpus; else bits per byte would be wrong. Raises DataError: it did not."""
-    if config.data.tokenizer is None:
+def check_tokenizer(data: Data, source: AnySource) -> None:
+    """Check that data.tokenizer encoded the corpus; else bits per byte would be wrong.
+    Raises DataError: it did not.
+    """
+    if data.tokenizer is None:
         return
-    named = Path(config.data.tokenizer)
+    named = Path(data.tokenizer)
     for corpus in causal_corpora(source):
-        known, original = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
+        known = fingerprint.read(corpus.prefix.parent)
+        original = corpus.prefix.with_name(TOKENIZER_FILE)
         sha256 = None if known is None else known.files.get(TOKENIZER_FILE)
         if sha256 is None or fingerprint.file_sha256(named) == sha256:
             continue
@@ -40,24 +45,27 @@ def check_tokenizer(config: RunConfig, source: AnySource) -> None:
         if not is_original or load(original).to_str() != load(named).to_str():
             raise DataError(
                 "MW-INFERENCE-002",
-                f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its "
-                f"{fingerprint.FILE_NAME} has it: name that one, or prepare the text again with this one",
+                f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its"
+                f" {fingerprint.FILE_NAME} has it: name that one, or prepare the text again with"
+                " this one",
             )
 
 
-def with_corpus(config: RunConfig, place: Path) -> RunConfig:
-    """Return the configuration with another corpus as its validation set.
+def with_corpus(data: Data, place: Path) -> Data:
+    """Return the section with another corpus as the validation set.
 
-    ``place``: path of a .bin/.idx pair without its suffix, or a folder with one pair, or with one called validation.
+    ``place``: path of a .bin/.idx pair without its suffix, or a folder with one pair, or with one
+        called validation.
 
     Raises:
         ConfigError: the model was not trained on tokens of a corpus.
         DataError: there is no corpus, or several, or it was made with another tokenizer.
     """
-    if config.data.builder is not None:
+    if data.builder is not None:
         raise ConfigError(
             "MW-INFERENCE-003",
-            f"the run reads its samples with data.builder = {config.data.builder!r}: --data does not apply",
+            f"the run reads its samples with data.builder = {data.builder!r}: --data does"
+            " not apply",
         )
     prefix = place
     if place.is_dir():
@@ -65,30 +73,32 @@ def with_corpus(config: RunConfig, place: Path) -> RunConfig:
         if not names:
             raise DataError(
                 "MW-INFERENCE-004",
-                f"--data {place}: the folder holds no corpus (a .bin/.idx pair); `meshwright data` makes one",
+                f"--data {place}: the folder holds no corpus (a .bin/.idx pair); `meshwright data`"
+                " makes one",
             )
         if "validation" not in names and names[1:]:
             raise DataError(
                 "MW-INFERENCE-005",
-                f"--data {place}: the folder holds {', '.join(names)}: name one, as in {place / names[0]}",
+                f"--data {place}: the folder holds {', '.join(names)}: name one, as in"
+                f" {place / names[0]}",
             )
         prefix = place / ("validation" if "validation" in names else names[0])
-    tokenizer, own = config.data.tokenizer, prefix.parent / "tokenizer.json"
+    tokenizer, own = data.tokenizer, prefix.parent / "tokenizer.json"
     if own.is_file() and prefix.with_name(f"{prefix.name}.idx").is_file():
         if tokenizer is None:
             tokenizer = str(own)
         elif Path(tokenizer).is_file() and load(own).to_str() != load(Path(tokenizer)).to_str():
             raise DataError(
                 "MW-INFERENCE-006",
-                f"--data {place}: its tokens were made with {own}, which is another tokenizer than the run's, "
-                f"{tokenizer}: prepare that text with the run's own",
+                f"--data {place}: its tokens were made with {own}, which is another tokenizer than"
+                f" the run's, {tokenizer}: prepare that text with the run's own",
             )
-    data = config.data.model_copy(update={"validation": str(prefix), "tokenizer": tokenizer})
-    return config.model_copy(update={"data": data})
+    return data.model_copy(update={"validation": str(prefix), "tokenizer": tokenizer})
 
 
-def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize | None:
-    """Return the number of labels that are not ignored in ``batches`` global batches, and the bytes of their text.
+def count_text(source: AnySource, file: str | None, num_samples: int) -> TextSize | None:
+    """Return the number of labels that are not ignored in the first samples,
+    and the bytes of their text. ``file``: ``data.tokenizer``.
 
     None if the labels are not plain text: a user's dataset, span corruption, or no tokenizer.
 
@@ -96,34 +106,39 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
         DataError: a token that the tokenizer does not have.
     """
     corpora = causal_corpora(source)
-    if not corpora or config.data.tokenizer is None:
+    if not corpora or file is None:
         return None
-    tokenizer = load(Path(config.data.tokenizer))
+    tokenizer = load(Path(file))
     table = bytes_of_tokens(tokenizer)
     blank, before = leading_blank_bytes(tokenizer, table), _tokens_before_texts(source, tokenizer)
-    num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
     tokens = total = 0
     for start in range(0, num_samples, WINDOWS_AT_ONCE):
         inputs, found = source.read(range(start, min(start + WINDOWS_AT_ONCE, num_samples)))
-        ids, labels = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy(), found.numpy()
+        ids = (inputs["tokens"] if isinstance(inputs, dict) else inputs).numpy()
+        labels = found.numpy()
         counted = labels[labels != IGNORED_LABEL]
         if counted.size and int(counted.max()) >= len(table):
             names = ", ".join(str(each.prefix) for each in corpora)
             raise DataError(
                 "MW-INFERENCE-007",
-                f"{names} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
-                f"{len(table):,}: that tokenizer did not make the corpus; prepare the corpus again with it",
+                f"{names} holds token id {int(counted.max()):,}, and {file} has"
+                f" {len(table):,}: that tokenizer did not make the corpus; prepare the corpus again"
+                " with it",
             )
         tokens += counted.size
         total += int(table[counted].sum())
         if blank:
-            first = starts_of_texts(ids, labels, before, has_mask=any(each.mask for each in corpora))
+            first = starts_of_texts(
+                ids, labels, before, has_mask=any(each.mask for each in corpora)
+            )
             total -= blank * int((table[labels[first]] > 0).sum())
     return TextSize(tokens, total)
 
 
 def _tokens_before_texts(source: AnySource, tokenizer: Tokenizer) -> set[int]:
-    """Return the tokens after which a text begins: ends of documents, and tokens that precede each document."""
+    """Return the tokens after which a text begins: ends of documents,
+    and tokens that precede each document.
+    """
     corpora = causal_corpora(source)
     found = {each.eod_id for each in corpora}
     found |= {begin_id(fingerprint.read(each.prefix.parent), tokenizer) for each in corpora}

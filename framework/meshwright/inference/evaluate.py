@@ -1,9 +1,11 @@
-"""Evaluation of a trained model: loss and, over tokens, perplexity and bits per byte, the same on every layout.
+"""Evaluation of a trained model: loss and, over tokens, perplexity and bits per byte,
+the same on every layout.
 
     checkpoint -> stages of this layout -> forward over the validation set, once, in order -> sums over all ranks
 
-Loss is the mean over the labels that count. Validation during training uses the first train.validate_steps global
-batches of the validation set. Their loss is reported separately, and equals that in the run's metrics.jsonl.
+Loss is the mean over the labels that count. Validation during training uses the first
+train.validate_steps global batches of the validation set. Their loss is reported separately, and
+equals that in the run's metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, batch_numbers, resolve
-from meshwright.data.sources import AnySource, open_validation, unigram_nats, validation_steps
+from meshwright.config.batch import validation_steps
+from meshwright.data.sources import AnySource, open_validation, unigram_nats
 from meshwright.errors import ConfigError, DataError
 from meshwright.inference.corpora import check_tokenizer, count_text
 from meshwright.inference.load import ModelLocation, open_inference_mesh, open_trained
@@ -57,15 +60,19 @@ class EvaluationResult:
     loss_unit: str
     """Nats for a cross-entropy; a model's own loss has a unit of its own."""
     perplexity: float | None
-    """None, as are bits per byte and the unigram baseline, if the loss is no cross-entropy over tokens."""
+    """None, as are bits per byte and the unigram baseline,
+    if the loss is no cross-entropy over tokens.
+    """
     bytes: int | None
     """Bytes of the text that these tokens encode; None if unknown."""
     bits_per_byte: float | None
     unigram_entropy: float | None
-    """Unigram baseline: nats per token of the whole text under token frequencies alone; None with ``steps``."""
+    """Unigram baseline: nats per token of the whole text under token frequencies alone;
+    None with ``steps``.
+    """
     while_training: dict[str, float | int | None] | None
-    """Loss over the first batches, those of validation in training, and the loss that the run logged for this step;
-    None for other data, or if fewer batches were evaluated.
+    """Loss over the first batches, those of validation in training, and the loss that the run
+    logged for this step; None for other data, or if fewer batches were evaluated.
     """
 
     def lines(self) -> str:
@@ -78,15 +85,20 @@ class EvaluationResult:
         if self.perplexity is not None:
             lines.append(f"perplexity     {self.perplexity:,.4g}")
         if self.bits_per_byte is not None:
-            lines.append(f"bits per byte  {self.bits_per_byte:.4f}, of {self.bytes:,} bytes of text")
+            lines.append(
+                f"bits per byte  {self.bits_per_byte:.4f}, of {self.bytes:,} bytes of text"
+            )
         if self.unigram_entropy is not None:
-            lines.append(f"unigrams       {self.unigram_entropy:.4f} nats per token, the unigram baseline")
+            lines.append(
+                f"unigrams       {self.unigram_entropy:.4f} nats per token, the unigram baseline"
+            )
         if self.while_training is not None:
             logged = self.while_training["logged"]
             in_log = "" if logged is None else f"; metrics.jsonl has {logged:.4f}"
             lines.append(
-                f"in training    {self.while_training['loss']:.4f}, of the first {self.while_training['batches']} "
-                f"global batches, which validation in training uses{in_log}"
+                f"in training    {self.while_training['loss']:.4f}, of the first"
+                f" {self.while_training['batches']} global batches, which validation in training"
+                f" uses{in_log}"
             )
         return "\n".join(lines)
 
@@ -125,9 +137,12 @@ class EvaluationJob:
                 write_out(self.out, result.to_json())
 
     def evaluate(self, config: RunConfig) -> EvaluationResult | None:
-        """Evaluate on the ranks of a resolved ``config``; return the result on rank 0, and None on the others."""
-        mesh = open_inference_mesh(config)
-        forward, checkpoint = open_trained(config, mesh, self.place)
+        """Evaluate on the ranks of a resolved ``config``; return the result on rank 0,
+        and None on the others.
+        """
+        mesh = open_inference_mesh(config.parallel, config.launch, config.train.device)
+        blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep)
+        forward, checkpoint = open_trained(blueprint, mesh, self.place)
         result = self._evaluate(forward, str(checkpoint.path), checkpoint.manifest.step)
         close_mesh(mesh)
         return result if mesh.rank == 0 else None
@@ -136,43 +151,57 @@ class EvaluationJob:
         config, mesh = forward.config, forward.mesh
         source = open_validation(config)
         assert source is not None  # it was opened before the ranks began
-        batches = num_batches(source, config, self.steps)
-        logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
+        global_batch = batch_numbers(config.batch).global_batch
+        batches = num_batches(source, global_batch, self.steps)
+        logged = validation_steps(source.num_samples, global_batch, config.train.validate_steps)
         numbers = batches_with_progress(batches, mesh.rank == 0)
-        first = total_loss(forward, forward.feeds(source, itertools.islice(numbers, min(logged, batches))))
+        first = total_loss(
+            forward, forward.feeds(source, itertools.islice(numbers, min(logged, batches)))
+        )
         rest = total_loss(forward, forward.feeds(source, numbers))
         total = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
         has_tokens = has_perplexity(forward.blueprint)
-        text = count_text(source, config, batches) if mesh.rank == 0 and has_tokens else None
+        samples = min(source.num_samples, batches * global_batch)
+        text = None
+        if mesh.rank == 0 and has_tokens:
+            text = count_text(source, config.data.tokenizer, samples)
         assert text is None or text.tokens == total.num_tokens, (text, total)
         loss = total.loss_sum / max(total.num_tokens, 1)
         grid = mesh.grid
         return EvaluationResult(
             checkpoint=path,
             step=step,
-            layout=" x ".join(f"{axis}{grid.degree(axis)}" for axis in (Axis.DP, Axis.PP, *grid.axes[2:])),
+            layout=" x ".join(
+                f"{axis}{grid.degree(axis)}" for axis in (Axis.DP, Axis.PP, *grid.axes[2:])
+            ),
             dtype=config.train.dtype,
             data=config.data.validation or str(config.data.builder),
-            samples=min(source.num_samples, batches * batch_numbers(config).global_batch),
+            samples=samples,
             tokens=total.num_tokens,
             loss=loss,
             loss_unit=loss_unit(forward.blueprint),
             perplexity=perplexity(loss) if has_tokens else None,
             bytes=text.bytes if text else None,
-            bits_per_byte=total.loss_sum / math.log(2) / text.bytes if text and text.bytes else None,
+            bits_per_byte=(
+                total.loss_sum / math.log(2) / text.bytes if text and text.bytes else None
+            ),
             unigram_entropy=unigram_nats(source) if self.steps is None and has_tokens else None,
-            while_training={
-                "loss": first.loss_sum / max(first.num_tokens, 1),
-                "batches": logged,
-                "logged": logged_loss(self.place.run, step),
-            }
-            if self.is_own_data and logged <= batches
-            else None,
+            while_training=(
+                {
+                    "loss": first.loss_sum / max(first.num_tokens, 1),
+                    "batches": logged,
+                    "logged": logged_loss(self.place.run, step),
+                }
+                if self.is_own_data and logged <= batches
+                else None
+            ),
         )
 
 
 def batches_with_progress(batches: int, is_printing: bool) -> Iterator[int]:
-    """Yield 0, 1, ... batches - 1; rank 0 prints the progress to stderr every ``PROGRESS_EVERY_S`` seconds."""
+    """Yield 0, 1, ... batches - 1; rank 0 prints the progress
+    to stderr every ``PROGRESS_EVERY_S`` seconds.
+    """
     start_s = printed_s = time.monotonic()
     for batch in range(batches):
         yield batch
@@ -182,14 +211,15 @@ def batches_with_progress(batches: int, is_printing: bool) -> Iterator[int]:
             tell(f"{batch + 1:,} of {batches:,} global batches, {format_duration(left_s)} left")
 
 
-def num_batches(source: AnySource, config: RunConfig, at_most: int | None) -> int:
+def num_batches(source: AnySource, global_batch: int, at_most: int | None) -> int:
     """Return the number of global batches that cover every sample once, at most ``at_most``."""
-    whole = -(-source.num_samples // batch_numbers(config).global_batch)
+    whole = -(-source.num_samples // global_batch)
     return whole if at_most is None else min(whole, at_most)
 
 
 def check(config: RunConfig, world_size: int) -> RunConfig:
-    """Check before any process exists that the evaluation can work; return the resolved configuration.
+    """Check before any process exists that the evaluation can work;
+    return the resolved configuration.
 
     Raises:
         UserError: one message with all faults.
@@ -200,17 +230,19 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
     if source is None:
         raise ConfigError(
             "MW-INFERENCE-001",
-            "the run has no validation set (data.validation): name a prepared corpus with --data, such as the folder "
-            "that `meshwright data` has written",
+            "the run has no validation set (data.validation): name a prepared corpus with --data,"
+            " such as the folder that `meshwright data` has written",
         )
-    check_tokenizer(config, source)
+    check_tokenizer(config.data, source)
     return config
 
 
 def logged_loss(run: Path, step: int) -> float | None:
     """Return the validation loss that the run has logged for this step, or None."""
     try:
-        losses = [record.validation_loss for record in read_records(run / METRICS) if record.step == step]
+        losses = [
+            record.validation_loss for record in read_records(run / METRICS) if record.step == step
+        ]
     except DataError:
         return None
     return losses[-1] if losses else None

@@ -1,8 +1,10 @@
-"""Trained model on the ranks of any layout, for inference: stages in eval mode with the weights of a checkpoint.
+"""Trained model on the ranks of any layout, for inference:
+stages in eval mode with the weights of a checkpoint.
 
     checkpoint of any layout -> each rank reads its slices of its stages -> forward, in the order of the schedule's Fs
 
-There is no optimizer, no gradient and no initialisation: a rank's memory holds its weights and activations.
+There is no optimizer, no gradient and no initialisation: a rank's memory holds its weights and
+activations.
 """
 
 from __future__ import annotations
@@ -16,13 +18,22 @@ from torch import Tensor
 
 from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
-from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.blueprint import Blueprint
 from meshwright.build import make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
-from meshwright.config import RunConfig, leaves_out_base, load_saved, parse, read_resolved
-from meshwright.config.layout_keys import drop_unused_keys
+from meshwright.config import (
+    Launch,
+    Parallel,
+    RunConfig,
+    leaves_out_base,
+    load_saved,
+    parse,
+    read_resolved,
+)
+from meshwright.config.combinations.axes import drop_unused_options
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Grid
+from meshwright.mesh.holders import open_holders
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.buffers import is_saved
 from meshwright.model.build import materialise
@@ -64,7 +75,8 @@ class ModelLocation(NamedTuple):
 
 
 def locate(place: Path, step: int | None) -> ModelLocation:
-    """Locate a run's checkpoints, only the one of ``step`` if given; ``place`` may also be a checkpoint itself.
+    """Locate a run's checkpoints, only the one of ``step`` if given;
+    ``place`` may also be a checkpoint itself.
 
     Raises:
         ConfigError: ``place`` is not a run.
@@ -74,14 +86,16 @@ def locate(place: Path, step: int | None) -> ModelLocation:
         manifest = open_checkpoint(place).manifest
         if step is not None and step != manifest.step:
             raise CheckpointError(
-                "MW-INFERENCE-008", f"{place} is the checkpoint of step {manifest.step}, not of --step={step}"
+                "MW-INFERENCE-008",
+                f"{place} is the checkpoint of step {manifest.step}, not of --step={step}",
             )
         return ModelLocation(place, (place,), dict(manifest.config), str(place / "manifest.json"))
     run = find_run(place)
     found = find(run)
     if not found:
         raise CheckpointError(
-            "MW-INFERENCE-009", f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)"
+            "MW-INFERENCE-009",
+            f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)",
         )
     if step is None:
         saved = read_resolved(run / RESOLVED).model_dump(mode="json")
@@ -90,7 +104,9 @@ def locate(place: Path, step: int | None) -> ModelLocation:
         if each.step == step:
             return locate(each.path, step)._replace(run=run)
     steps = ", ".join(str(each.step) for each in reversed(found))
-    raise CheckpointError("MW-INFERENCE-010", f"{run} has no checkpoint of step {step}; it has those of steps {steps}")
+    raise CheckpointError(
+        "MW-INFERENCE-010", f"{run} has no checkpoint of step {step}; it has those of steps {steps}"
+    )
 
 
 def config_for(
@@ -102,10 +118,11 @@ def config_for(
     may_change: Collection[tuple[str, str]] = KEPT,
     trust_code: bool = False,
 ) -> RunConfig:
-    """Return the training's configuration with ``defaults`` and then ``overrides`` applied, not yet resolved.
+    """Return the training's configuration with ``defaults`` and then ``overrides`` applied,
+    not yet resolved.
 
-    Training-only sections are reset to their defaults. The schedule defaults to gpipe, in which micro-batches pass the
-    stages in order.
+    Training-only sections are reset to their defaults. The schedule defaults to gpipe, in which
+    micro-batches pass the stages in order.
 
     Args:
         command: name of the command, for error messages.
@@ -113,61 +130,73 @@ def config_for(
         trust_code: import whatever builders the configuration names.
 
     Raises:
-        ConfigError: an override of a key that may not change, or one that conflicts with the others; a builder that is
-            not meshwright's own and that no override names.
+        ConfigError: an override of a key that may not change, or one that conflicts with the
+            others; a builder that is not meshwright's own and that no override names.
     """
     saved = parse(json.dumps(place.saved), place.source)
     saved = saved.replace(train={"callbacks": ()}, tracking={"sinks": ()})  # code of training alone
     changed = changed_keys(saved, overrides)
-    refused = sorted(".".join(path) for path in changed if path[0] not in LAYOUT and path not in may_change)
+    refused = sorted(
+        ".".join(path) for path in changed if path[0] not in LAYOUT and path not in may_change
+    )
     if refused:
         others = ", ".join(sorted(".".join(path) for path in may_change))
         raise ConfigError(
             "MW-INFERENCE-011",
-            f"{', '.join(refused)}: {command} uses the run's own configuration; only parallel.*, pipeline.*, launch.* "
-            f"and {others} may be changed",
+            f"{', '.join(refused)}: {command} uses the run's own configuration; only parallel.*,"
+            f" pipeline.*, launch.* and {others} may be changed",
         )
     check_trusted(saved, place.source, overrides, trust_code=trust_code)
     tree = saved.model_dump(mode="json")
     for section in ONLY_TRAINING:
         del tree[section]
-    tree["batch"] |= {"chunks": None, "ramp": None}  # chunks follow from global_batch, which stays, and dp
+    # chunks follow from global_batch, which stays, and dp
+    tree["batch"] |= {"chunks": None, "ramp": None}
     tree["train"]["compile"] = False
-    tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
-    drop_unused_keys(tree["parallel"], changed_keys(saved, [*defaults, *overrides]))
+    tree["parallel"] |= {
+        "zero": 1,
+        "shard_factor": None,
+        "reduce": None,
+        "offload": False,
+        "offload_directory": None,
+    }
+    drop_unused_options(tree["parallel"], changed_keys(saved, [*defaults, *overrides]))
     balance = tree["pipeline"]["balance"]
-    tree["pipeline"] = {"schedule": "gpipe"} | ({} if isinstance(balance, list) else {"balance": balance})
+    tree["pipeline"] = {"schedule": "gpipe"} | (
+        {} if isinstance(balance, list) else {"balance": balance}
+    )
     tree["launch"] |= {"processes": "auto", "max_restarts": 0}
     return load_saved(tree, [*defaults, *overrides], place.source)
 
 
-def open_inference_mesh(config: RunConfig) -> Mesh:
-    """Open the mesh of a resolved configuration. Every rank calls it; blocks."""
-    parallel = config.parallel
+def open_inference_mesh(parallel: Parallel, launch: Launch, device: str) -> Mesh:
+    """Open the mesh of a resolved configuration. Every rank calls it; blocks.
+    ``device``: ``train.device``.
+    """
     return open_mesh(
-        Grid(*parallel.degrees),
-        config.train.device,
-        timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
+        Grid.of(parallel.degrees),
+        device,
+        timeout_s=launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
         tp_across_nodes=parallel.tp_across_nodes,
         ep_across_nodes=parallel.ep_across_nodes,
     )
 
 
 def open_trained(
-    config: RunConfig, mesh: Mesh, place: ModelLocation, loss: Loss | None = None, blueprint: Blueprint | None = None
+    blueprint: Blueprint, mesh: Mesh, place: ModelLocation, loss: Loss | None = None
 ) -> tuple[ForwardParts, CheckpointReader]:
     """Build this rank's stages in eval mode, with the weights of the newest sound checkpoint.
 
     Every rank calls it; blocks.
 
     Args:
-        config: resolved.
+        blueprint: this rank's own; its layers become the rank's layers.
         loss: function at the end of the last stage; None: the model's loss.
 
     Raises:
         CheckpointError: on every rank; no checkpoint is sound, or it belongs to another model.
     """
-    blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep) if blueprint is None else blueprint
+    config = blueprint.config
     mesh.compare_digests(blueprint.digest())
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
@@ -182,52 +211,70 @@ def open_trained(
     except FileNotFoundError as error:
         raise CheckpointError(
             "MW-INFERENCE-012",
-            f"{path} was deleted while it was read: the run continues and keeps only its newest checkpoints "
-            f"(checkpoint.keep_last); repeat the command to use the newest",
+            f"{path} was deleted while it was read: the run continues and keeps only its newest"
+            " checkpoints (checkpoint.keep_last); repeat the command to use the newest",
         ) from error
     if (saved := checkpoint.manifest.state.get(FINGERPRINT)) is not None:
         total = base_sum(_owned_base(blueprint, stages, mesh)).to(mesh.device)
         mesh.world.all_reduce(total).wait()
         check_base(saved, total, str(path), config.model.builder)
-    draw, metrics = blueprint.model.draw, blueprint.metrics
+    current, metrics = blueprint.model.current, blueprint.metrics
     links = mesh.open_links(links_of([blueprint.schedule]))
-    executor = Executor(blueprint.schedule, links, stages, mesh.device, draw=draw, metrics=metrics)
+    executor = Executor(
+        blueprint.schedule, links, stages, mesh.device, current=current, metrics=metrics
+    )
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
 
 
 def _owned_base(
     blueprint: Blueprint, stages: Mapping[int, Stage], mesh: Mesh
 ) -> Iterator[tuple[ParameterInfo, Tensor]]:
-    """Yield the base weights that this rank adds to the fingerprint: of all ranks with a copy, one adds each."""
+    """Yield the base weights that this rank adds to the fingerprint: of all ranks with a copy,
+    one adds each.
+    """
+    holders_by_axis = open_holders(mesh)
     for stage in stages.values():
         for name, parameter in stage.layers.named_parameters():
             info = blueprint.infos[name]
-            is_owned = blueprint.model.canonical(name) == name and (info.slice is not None or mesh.at.tp_rank == 0)
-            if is_owned and mesh.is_first_replica(is_expert=info.is_expert) and not is_adapter(name):
+            is_first_copy = blueprint.model.canonical(name) == name
+            is_saved = is_first_copy and holders_by_axis[info.sliced_over].is_saved
+            if is_saved and not is_adapter(name):
                 yield info, parameter.detach()
 
 
 def _kind(checkpoint: CheckpointReader, name: str) -> TensorKind:
-    """Return the kind of tensors with this name. Raises CheckpointError: the checkpoint has none."""
+    """Return the kind of tensors with this name. Raises CheckpointError:
+    the checkpoint has none.
+    """
     kind = next((each for each in checkpoint.kinds() if each == name), None)
     if kind is None:
         raise CheckpointError(
             "MW-INFERENCE-017",
-            f"{checkpoint.path} has no tensors {name!r} to use as weights; it has {', '.join(checkpoint.kinds())}",
+            f"{checkpoint.path} has no tensors {name!r} to use as weights; it has"
+            f" {', '.join(checkpoint.kinds())}",
         )
     return kind
 
 
 def _stage(
-    blueprint: Blueprint, index: int, checkpoint: CheckpointReader, mesh: Mesh, loss: Loss, kind: TensorKind
+    blueprint: Blueprint,
+    index: int,
+    checkpoint: CheckpointReader,
+    mesh: Mesh,
+    loss: Loss,
+    kind: TensorKind,
 ) -> Stage:
-    """Return a stage with the tensors of this kind as its weights; frozen parameters have weights only."""
+    """Return a stage with the tensors of this kind as its weights;
+    frozen parameters have weights only.
+    """
     dtype, present = DTYPES[blueprint.config.train.dtype], set(checkpoint.parameters(kind))
 
     in_checkpoint = set(checkpoint.parameters(TensorKind.WEIGHTS))
 
     def read(info: ParameterInfo) -> Tensor:
-        if info.name not in in_checkpoint and leaves_out_base(blueprint.config):
+        if info.name not in in_checkpoint and leaves_out_base(
+            blueprint.config.adapter, blueprint.config.model
+        ):
             return info.take(blueprint.model.initial(info.name))
         of = kind if info.name in present else TensorKind.WEIGHTS
         weight = checkpoint.read(of, info, dtype)
@@ -240,7 +287,9 @@ def _stage(
         if name in blueprint.running and is_saved(
             layers, name
         ):  # forward changes it, so it is saved state like the weights
-            saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
+            saved = checkpoint.read(
+                TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype
+            )
             assert saved is not None
             buffer.copy_(saved)
     return make_stage(blueprint, index, layers, (loss, loss), lambda name: None)

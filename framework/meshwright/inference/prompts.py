@@ -14,9 +14,11 @@ from meshwright.data.tokenizer import begin_id, document_ends, ending_ids
 
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
-    """Return the inputs that ``data.document_boundaries`` gives a model in training: (B, S) ids and (B, S) bool starts.
+    """Return the inputs that ``data.document_boundaries`` gives a model in training: (B, S)
+    ids and (B, S) bool starts.
 
-    A document starts after each end token. An end token at position 0 that equals ``begin`` closes no document.
+    A document starts after each end token. An end token at position 0 that equals ``begin`` closes
+    no document.
     """
     starts = torch.zeros_like(ids, dtype=torch.bool)
     starts[:, 0] = True
@@ -26,18 +28,24 @@ def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[s
     return {"tokens": ids, "starts": starts}
 
 
-def ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None, data: Data) -> set[int]:
-    """Return the ids that end a document: of the tokenizer and its files, the corpus beside it, the run's corpora."""
+def ends_of_document(
+    path: Path, tokenizer: Tokenizer, known: Fingerprint | None, data: Data
+) -> set[int]:
+    """Return the ids that end a document: of the tokenizer and its files, the corpus beside it,
+    the run's corpora.
+    """
     beside = set() if known is None else {known.end_of_document_id}
     return ending_ids(path, tokenizer) | beside | set(document_ends(data, tokenizer))
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]
+) -> list[int]:
     """Encode a prompt with the beginning that the model's training documents had.
 
-    ``known`` describes the corpus beside the tokenizer. In it nothing precedes a text except a token added by --bos.
-    Without a corpus (an imported model) the tokenizer's own special tokens apply, minus an end token that it appends to
-    a text.
+    ``known`` describes the corpus beside the tokenizer. In it nothing precedes a text except a
+    token added by --bos. Without a corpus (an imported model) the tokenizer's own special tokens
+    apply, minus an end token that it appends to a text.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()

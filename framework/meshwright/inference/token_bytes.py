@@ -1,7 +1,7 @@
 """Bytes of text of each token, which make losses of different tokenizers comparable.
 
-bits per byte = sum of the losses in nats / ln 2 / bytes of the text. Special tokens, such as the end of a document,
-add to the loss, but have no bytes.
+bits per byte = sum of the losses in nats / ln 2 / bytes of the text. Special tokens, such as the
+end of a document, add to the loss, but have no bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ _PREFIX = "a"
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return the bytes of UTF-8 that each token id adds to a text, (V,) int64; 0 for special tokens and unused ids.
+    """Return the bytes of UTF-8 that each token id adds to a text, (V,) int64;
+    0 for special tokens and unused ids.
 
     Exact where a token always adds the same text, as in byte-level BPE, byte fallback and Unigram.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     counts = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int64)
     added = tokenizer.get_added_tokens_decoder()
-    decoders = {str(each.get("type")) for each in _decoders(json.loads(tokenizer.to_str()).get("decoder"))}
+    decoders = {
+        str(each.get("type")) for each in _decoders(json.loads(tokenizer.to_str()).get("decoder"))
+    }
     letters = frozenset(pre_tokenizers.ByteLevel.alphabet())
     rest: list[int] = []
     for token, number in vocabulary.items():
@@ -45,13 +48,17 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
     first = tokenizer.token_to_id(_PREFIX)
     before = rest[:1] if first is None else [first]
     own = len(tokenizer.decode(before).encode())
-    for number, text in zip(rest, tokenizer.decode_batch([[*before, number] for number in rest]), strict=True):
+    for number, text in zip(
+        rest, tokenizer.decode_batch([[*before, number] for number in rest]), strict=True
+    ):
         counts[number] = len(text.encode()) - own
     return counts
 
 
 def leading_blank_bytes(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
-    """Return the bytes of the blank that some tokenizers prepend to a text. ``table``: from :func:`bytes_of_tokens`."""
+    """Return the bytes of the blank that some tokenizers prepend to a text. ``table``:
+    from :func:`bytes_of_tokens`.
+    """
     ids = tokenizer.encode("a", add_special_tokens=False).ids
     return max(0, int(table[ids].sum()) - 1)
 

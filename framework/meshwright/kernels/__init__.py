@@ -4,8 +4,9 @@
     adamw_8bit.py     operator meshwright::adamw_8bit       triton_adamw_8bit.py     its kernel
     float8.py         launches for fp8/quantise.py          triton_float8.py         their kernels
 
-Custom operators wrap the launches, so that fake tensors run none. Triton is imported at the first launch, never before.
-Each caller has plain torch code for other devices, and for machines without Triton or a C compiler.
+Custom operators wrap the launches, so that fake tensors run none. Triton is imported at the first
+launch, never before. Each caller has plain torch code for other devices, and for machines without
+Triton or a C compiler.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _of_cpu = "cpu"
 
 
 def can_launch(tensor: Tensor) -> bool:
-    """Return whether kernels run on this tensor's device. Fake tensors, which launch nothing, need no Triton."""
+    """Return whether kernels run on this tensor's device. Fake tensors, which launch nothing,
+    need no Triton.
+    """
     return device_kind(tensor) in DEVICES and (isinstance(tensor, FakeTensor) or has_tools())
 
 
@@ -48,7 +51,9 @@ def device_kind(tensor: Tensor) -> str:
 
 @contextmanager
 def treat_cpu_as(kind: str) -> Iterator[None]:
-    """Make CPU tensors take the code paths of device type ``kind`` inside the context, for dry runs."""
+    """Make CPU tensors take the code paths of device type ``kind`` inside the context,
+    for dry runs.
+    """
     global _of_cpu
     before, _of_cpu = _of_cpu, kind
     try:

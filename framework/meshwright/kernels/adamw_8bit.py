@@ -1,4 +1,6 @@
-"""Operator that steps 8-bit AdamW over one flat parameter in one kernel, without temporary memory."""
+"""Operator that steps 8-bit AdamW over one flat parameter in one kernel,
+without temporary memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ LARGEST_BLOCK = 4096
 _ELEMENTS = 1024
 """Elements per program, for blocks that are smaller."""
 _SCHEMA = (
-    "(Tensor(a!) weights, Tensor gradient, Tensor(b!)[] moments, Tensor[] tables, float[] numbers, int block) -> ()"
+    "(Tensor(a!) weights, Tensor gradient, Tensor(b!)[] moments, Tensor[] tables, float[] numbers,"
+    " int block) -> ()"
 )
 
 
@@ -37,7 +40,9 @@ class StepNumbers(NamedTuple):
 
 
 def takes(weights: Tensor, block: int) -> bool:
-    """Return whether the kernel can step these weights: float32 on CUDA, in blocks of at most LARGEST_BLOCK."""
+    """Return whether the kernel can step these weights: float32 on CUDA,
+    in blocks of at most LARGEST_BLOCK.
+    """
     return can_launch(weights) and weights.dtype == torch.float32 and block <= LARGEST_BLOCK
 
 
@@ -53,15 +58,20 @@ def step_8bit(
 
     Args:
         gradient: (n,), of any floating-point dtype.
-        moments: codes (n,) uint8 and scales (blocks,) float32 of the first moment, then of the second one's root.
-        tables: levels (255,), codes (65536,) and borders (65536,) of the signed quantiser, then of the unsigned one.
+        moments: codes (n,) uint8 and scales (blocks,) float32 of the first moment, then of the
+            second one's root.
+        tables: levels (255,), codes (65536,) and borders (65536,) of the signed quantiser, then of
+            the unsigned one.
         block: elements per scale, at most LARGEST_BLOCK.
     """
     OPERATOR(weights, gradient, list(moments), list(tables), list(numbers), block)
 
 
 @torch.library.custom_op(
-    "meshwright::adamw_8bit", mutates_args=("weights", "moments"), device_types="cuda", schema=_SCHEMA
+    "meshwright::adamw_8bit",
+    mutates_args=("weights", "moments"),
+    device_types="cuda",
+    schema=_SCHEMA,
 )
 def _step(
     weights: Tensor,
@@ -81,7 +91,9 @@ def _step(
         shape, scalars = (rows, columns, block), tuple(numbers)
         states, lookups = tuple(moments), tuple(tables)
         target, num_warps = (weights, gradient, numel), 8 if columns > 1024 else 4
-        step_blocks[grid](target, states, lookups, scalars, *shape, num_warps=num_warps, enable_fp_fusion=False)
+        step_blocks[grid](
+            target, states, lookups, scalars, *shape, num_warps=num_warps, enable_fp_fusion=False
+        )
 
 
 @_step.register_fake

@@ -1,4 +1,5 @@
-"""Operator for layout-free dropout in one kernel, which also draws the mask. Backward draws it again from the keys.
+"""Operator for layout-free dropout in one kernel, which also draws the mask.
+Backward draws it again from the keys.
 
 Shapes: B samples of the micro-batch.
 """
@@ -20,14 +21,17 @@ _SCHEMA = "(Tensor x, Tensor samples, Tensor key, float p, int run, int count, i
 
 
 def takes(x: Tensor) -> bool:
-    """Return whether the kernel can drop elements of x. Not under torch.compile, which fuses the plain code itself."""
+    """Return whether the kernel can drop elements of x. Not under torch.compile,
+    which fuses the plain code itself.
+    """
     return can_launch(x) and x.dtype in _DTYPES and not torch.compiler.is_compiling()
 
 
 def drop_elements(
     x: Tensor, samples: Tensor, key: Tensor, p: float, shard: tuple[int, int, int] | None = None
 ) -> Tensor:
-    """Return ``x * mask / (1 - p)`` with the mask of :func:`meshwright.seeding.keep_mask`; saves no mask for backward.
+    """Return ``x * mask / (1 - p)`` with the mask of :func:`meshwright.seeding.keep_mask`;
+    saves no mask for backward.
 
     Args:
         x: (B, ...), local, in float32 or 16 bits, on CUDA.
@@ -41,11 +45,16 @@ def drop_elements(
     return y
 
 
-@torch.library.custom_op("meshwright::dropout", mutates_args=(), device_types="cuda", schema=_SCHEMA)
-def _drop(x: Tensor, samples: Tensor, key: Tensor, p: float, run: int, count: int, index: int) -> Tensor:
+@torch.library.custom_op(
+    "meshwright::dropout", mutates_args=(), device_types="cuda", schema=_SCHEMA
+)
+def _drop(
+    x: Tensor, samples: Tensor, key: Tensor, p: float, run: int, count: int, index: int
+) -> Tensor:
     """Launch the kernel.
 
-    ``run``: number of consecutive local elements of a sample that are consecutive in the whole activation too.
+    ``run``: number of consecutive local elements of a sample that are consecutive in the whole
+        activation too.
     """
     from meshwright.kernels.triton_dropout import drop_block
 
@@ -54,13 +63,17 @@ def _drop(x: Tensor, samples: Tensor, key: Tensor, p: float, run: int, count: in
     if x.numel():
         numel = x.numel() // x.shape[0]
         grid = (x.shape[0] * -(-numel // _ELEMENTS),)
-        drawn, kept, shape = (samples, key), (int(p * 2**31), 1.0 / (1.0 - p)), (numel, run, count, index)
+        drawn = (samples, key)
+        kept = (int(p * 2**31), 1.0 / (1.0 - p))
+        shape = (numel, run, count, index)
         drop_block[grid](x, y, drawn, kept, shape, _ELEMENTS, count > 1, enable_fp_fusion=False)
     return y
 
 
 @_drop.register_fake
-def _drop_fake(x: Tensor, samples: Tensor, key: Tensor, p: float, run: int, count: int, index: int) -> Tensor:
+def _drop_fake(
+    x: Tensor, samples: Tensor, key: Tensor, p: float, run: int, count: int, index: int
+) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,5 @@
-"""Triton kernel of 8-bit AdamW: dequantise both moments, update, quantise them again per block, write the weights.
+"""Triton kernel of 8-bit AdamW: dequantise both moments, update, quantise them again per block,
+write the weights.
 
 program      ROWS blocks of BLOCK elements, padded to COLUMNS, a power of two
 arithmetic   the operations of the plain torch step, each rounded to nearest; ``fma`` where torch's kernels fuse
@@ -37,10 +38,13 @@ def narrow(numbers, state, tables, places, rows, inside, has_scale):
 
 
 @triton.jit
-def step_blocks(target, moments, tables, numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def step_blocks(
+    target, moments, tables, numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Step ROWS blocks.
 
-    target: (weights (n,) float32, gradient (n,), n). moments: (codes, scales) of the first, then of the second's root.
+    target: (weights (n,) float32, gradient (n,), n). moments: (codes, scales) of the first, then of
+        the second's root.
     tables: (levels, codes, borders), signed, then unsigned. numbers: those of StepNumbers.
     """
     weights, gradient, numel = target

@@ -1,4 +1,5 @@
-"""Triton kernel of layout-free dropout: the hash of :func:`meshwright.seeding.keep_mask`, in unsigned arithmetic.
+"""Triton kernel of layout-free dropout: the hash of :func:`meshwright.seeding.keep_mask`,
+in unsigned arithmetic.
 
     one sample, local     |run 0     |run 1     |            element i is in run o = i // run
     whole activation      |.|run 0|..|.|run 1|..|            at i + (o * (count - 1) + index) * run

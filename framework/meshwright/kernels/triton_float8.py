@@ -1,6 +1,8 @@
-"""Triton kernels of quantisation to float8_e4m3fn with a power-of-two scale per row: see meshwright/fp8/quantise.py.
+"""Triton kernels of quantisation to float8_e4m3fn with a power-of-two scale per row:
+see meshwright/fp8/quantise.py.
 
-Matrices are x (R, K), K contracted. Its rows or its columns are contiguous; codes are always (R, K), contiguous.
+Matrices are x (R, K), K contracted. Its rows or its columns are contiguous; codes are always (R,
+K), contiguous.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ MOST = tl.constexpr(126)
 
 @triton.jit
 def magnitude(x):
-    """Return the bits of |x| in float32: their order is that of the magnitudes, with NaN above all."""
+    """Return the bits of |x| in float32: their order is that of the magnitudes,
+    with NaN above all.
+    """
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def exponent_of(bits):
-    """Return the largest k, within 126, with amax x 2^k <= 448, from the bits of amax in float32."""
+    """Return the largest k, within 126, with amax x 2^k <= 448,
+    from the bits of amax in float32.
+    """
     k = 135 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     return tl.minimum(tl.maximum(k, -MOST), MOST)
 
@@ -52,7 +58,9 @@ def quantise_row(x, codes, exponents, row_stride, length, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def find_exponents(x, exponents, strides, shape, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def find_exponents(
+    x, exponents, strides, shape, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Find the exponents of ROWS rows by TILES tiles of COLUMNS columns."""
     row_stride, column_stride = strides
     num_rows, num_columns = shape
@@ -74,9 +82,15 @@ def encode_tile(x, codes, exponents, strides, shape, ROWS: tl.constexpr, COLUMNS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    values = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0)
+    values = tl.load(
+        x + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0
+    )
     k = tl.load(exponents + row, mask=row < num_rows, other=0).to(tl.int32)
-    tl.store(codes + row[:, None] * num_columns + column[None, :], code_of(values, k[:, None]), mask=inside)
+    tl.store(
+        codes + row[:, None] * num_columns + column[None, :],
+        code_of(values, k[:, None]),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -88,5 +102,7 @@ def decode_tile(codes, values, exponents, shape, ROWS: tl.constexpr, COLUMNS: tl
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     place = row[:, None] * num_columns + column[None, :]
     k = tl.load(exponents + row, mask=row < num_rows, other=0).to(tl.int32)
-    found = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32) * power_of_two(-k)[:, None]
+    found = (
+        tl.load(codes + place, mask=inside, other=0.0).to(tl.float32) * power_of_two(-k)[:, None]
+    )
     tl.store(values + place, found, mask=inside)

@@ -1,4 +1,5 @@
-"""Former name of ``meshwright_launch``, as job scripts hold it that were written before: ``-m meshwright.launch``.
+"""Former name of ``meshwright_launch``, as job scripts hold it that were written before:
+``-m meshwright.launch``.
 
 A job that was submitted before an upgrade then goes on after it.
 """
@@ -16,5 +17,6 @@ def run_present(module: str, former: str) -> None:
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"meshwright: {former} is {module} now; write the job script again", file=sys.stderr)
     if not sys.flags.safe_path and sys.path[:1] == [str(Path.cwd())]:
-        sys.path.pop(0)  # -m puts the working directory first: a folder there must not hide the launcher
+        # -m puts the working directory first: a folder there must not hide the launcher
+        sys.path.pop(0)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,6 @@
-"""Entry point of ``python -m meshwright.launch``, the former name of ``python -m meshwright_launch``."""
+"""Entry point of ``python -m meshwright.launch``,
+the former name of ``python -m meshwright_launch``.
+"""
 
 from meshwright.launch import run_present
 

@@ -1,4 +1,6 @@
-"""Entry point of ``python -m meshwright.launch.pod``, the former name of ``python -m meshwright_launch.pod``."""
+"""Entry point of ``python -m meshwright.launch.pod``,
+the former name of ``python -m meshwright_launch.pod``.
+"""
 
 from meshwright.launch import run_present
 

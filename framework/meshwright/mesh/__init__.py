@@ -1,5 +1,6 @@
-"""Ranks, nodes and axes: the pure grid, and the mesh with its process groups. Only this package calls torch's
-collectives; data_parallel/fsdp.py wraps FSDP2."""
+"""Ranks, nodes and axes: the pure grid, and the mesh with its process groups. Only this package
+calls torch's collectives; data_parallel/fsdp.py wraps FSDP2.
+"""
 
 from meshwright.mesh.expert_groups import expert_group as expert_group
 from meshwright.mesh.expert_groups import expert_replicas as expert_replicas

@@ -1,11 +1,12 @@
-"""The present activity of a rank, recorded as it begins, for a watchdog thread to read when the rank hangs.
+"""The present activity of a rank, recorded as it begins,
+for a watchdog thread to read when the rank hangs.
 
     main thread    begin(0F3) .. waits(handle) . begin(0F3) .... begin("reading samples") ...      100 ns each
                                    |
     watchdog       ----------- snapshot() -------------------- snapshot() -                        now and then
 
-The record is one attribute, replaced as a whole, so that another thread reads either the old or the new one. Objects
-are stored as they are, and formatted only when the record is read.
+The record is one attribute, replaced as a whole, so that another thread reads either the old or the
+new one. Objects are stored as they are, and formatted only when the record is read.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class ActivitySnapshot(NamedTuple):
 
 
 class Activity:
-    """Recorder of one rank's activity. One thread calls ``begin`` and ``waits``; any may call ``snapshot``."""
+    """Recorder of one rank's activity. One thread calls ``begin`` and ``waits``;
+    any may call ``snapshot``.
+    """
 
     READING_SAMPLES = "reading samples"
     BETWEEN_STEPS = "going from one step to the next"
@@ -60,11 +63,17 @@ class Activity:
     def __init__(self) -> None:
         self.phase = "starting"
         """Phase of the run: training, validating, saving a checkpoint."""
-        self.now: tuple[object, float, BlockingOperation | None] = (self.phase, time.monotonic(), None)
+        self.now: tuple[object, float, BlockingOperation | None] = (
+            self.phase,
+            time.monotonic(),
+            None,
+        )
         """Activity, start time, and the operation that blocks it."""
         self.posted: dict[str, int] = {}
         self.waited_s = 0.0
-        """Total seconds in which the program was blocked on other ranks. On CUDA mostly only the device waits."""
+        """Total seconds in which the program was blocked on other ranks.
+        On CUDA mostly only the device waits.
+        """
 
     def begin(self, what: object) -> None:
         """Record the start of an activity; ``str(what)`` is its name."""
@@ -89,7 +98,9 @@ class Activity:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Run the block as a phase, such as ``validating``, which is also the activity until a finer one begins."""
+        """Run the block as a phase, such as ``validating``,
+        which is also the activity until a finer one begins.
+        """
         before, self.phase = self.phase, phase
         self.begin(phase)
         try:
@@ -102,4 +113,6 @@ class Activity:
         """Return the present activity, formatted."""
         what, since_s, handle = self.now
         waits = handle.waits() if handle is not None else None
-        return ActivitySnapshot(self.phase, str(what), time.monotonic() - since_s, waits, dict(self.posted))
+        return ActivitySnapshot(
+            self.phase, str(what), time.monotonic() - since_s, waits, dict(self.posted)
+        )

@@ -13,13 +13,16 @@ from meshwright.errors import ConfigError, MeshError
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that torch's CUDA allocator reads; all but the first are deprecated."""
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Environment variables with the size of torch's flight recorder; all but the first are deprecated."""
+"""Environment variables with the size of torch's flight recorder;
+all but the first are deprecated.
+"""
 
 
 def peak_memory_bytes(device_type: str) -> int:
     """Return the peak memory in bytes since the process began, or since the CUDA peak was reset.
 
-    CUDA: the most that torch allocated on the current device (``torch.cuda.max_memory_allocated``), without NCCL and
+    CUDA: the most that torch allocated on the current device (``torch.cuda.max_memory_allocated``),
+        without NCCL and
     the driver. CPU: the peak resident set of this process, interpreter and libraries included.
     """
     if device_type == "cuda":
@@ -38,20 +41,23 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
     if not torch.cuda.is_available():
         raise ConfigError(
             "MW-MESH-010",
-            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
+            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA"
+            " build of torch",
         )
     prepare_allocator()
     prepare_recorder()
     count = torch.cuda.device_count()
-    if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
+    # srun --gpus-per-task=1 shows each task its own, as number 0
+    if count == 1 and "SLURM_PROCID" in os.environ:
         local_rank = 0
     if share:
         local_rank %= count
     if local_rank >= count:
         raise MeshError(
             "MW-MESH-011",
-            f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count} processes on this "
-            f"node (launch.processes), set CUDA_VISIBLE_DEVICES, or let ranks share: launch.share_devices = true",
+            f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count}"
+            " processes on this node (launch.processes), set CUDA_VISIBLE_DEVICES, or let ranks"
+            " share: launch.share_devices = true",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -59,7 +65,8 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
 
 
 def prepare_allocator() -> None:
-    """Set expandable segments in torch's CUDA allocator, against fragmentation; a user's setting wins.
+    """Set expandable segments in torch's CUDA allocator, against fragmentation;
+    a user's setting wins.
 
     torch reads the variable at its first allocation.
     """

@@ -1,11 +1,13 @@
-"""Fake transport for dry runs: the mesh of one rank of a job of any size, in one process, and its messages.
+"""Fake transport for dry runs: the mesh of one rank of a job of any size, in one process,
+and its messages.
 
     job of 16,384      fake_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
     this process       torch's "fake" backend         a collective returns at once and leaves its tensors as they are
                        OperationInterceptor           collectives of torch, translated to the names of comm.py
 
-The code of a rank (our groups, megatron-core's regions, torch's fully_shard) runs here unchanged, without its peers.
-Only the groups of this rank are made: all groups of 16,384 ranks would take minutes.
+The code of a rank (our groups, megatron-core's regions, torch's fully_shard) runs here unchanged,
+without its peers. Only the groups of this rank are made: all groups of 16,384 ranks would take
+minutes.
 """
 
 from __future__ import annotations
@@ -26,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.chunks import even_shares
-from meshwright.mesh.comm import Group, tensor_bytes
+from meshwright.mesh.comm import Group, even_shares, tensor_bytes
 from meshwright.mesh.expert_groups import expert_group, expert_replicas
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.mesh.handles import CollectiveHandle
@@ -44,7 +45,9 @@ PRIVATE_TORCH = {
 
 
 class FakeGroup(Group):
-    """Group over torch's fake backend. Only this rank exists; values of other ranks are assumed equal to its own."""
+    """Group over torch's fake backend. Only this rank exists;
+    values of other ranks are assumed equal to its own.
+    """
 
     takes_turns = False
 
@@ -57,13 +60,17 @@ class FakeGroup(Group):
         return [even_shares(total, self.size) for _ in counts]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the DeviceMesh, built from a real tensor of rank numbers even under FakeTensorMode."""
+        """Return the DeviceMesh, built from a real tensor
+        of rank numbers even under FakeTensorMode.
+        """
         with unset_fake_temporarily():
             return super().device_mesh(device_type)
 
 
 class CountingGroup(Group):
-    """Group without a process group, for tensors on the meta device: counts the traffic of collectives."""
+    """Group without a process group, for tensors on the meta device:
+    counts the traffic of collectives.
+    """
 
     repeats = 1
     """Number of chunks that the present one stands for."""
@@ -73,7 +80,9 @@ class CountingGroup(Group):
         self._count(operation, tensor_bytes(tensor) * parts)
 
     def chunks(self, starts: Sequence[int]) -> Iterator[int]:
-        """Yield the first chunk alone; meanwhile ``repeats`` is the number of chunks that it stands for."""
+        """Yield the first chunk alone; meanwhile ``repeats`` is the number of chunks
+        that it stands for.
+        """
         if not starts:
             return
         self.repeats = len(starts)
@@ -103,7 +112,9 @@ class PlaceholderGroup(FakeGroup):
     """Group of a rank that is chosen later, for layers that are sharded before any mesh exists."""
 
     def assign(self, other: Group) -> None:
-        """Take over the ranks and the process group of ``other``, which has the same size and rank."""
+        """Take over the ranks and the process group of ``other``,
+        which has the same size and rank.
+        """
         assert (self.size, self.rank) == (other.size, other.rank), (self, other)
         vars(self).update(vars(other))
 
@@ -111,7 +122,9 @@ class PlaceholderGroup(FakeGroup):
 class FakeMesh(Mesh):
     """Mesh over torch's fake backend, with the groups of this rank alone."""
 
-    def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None) -> Group:
+    def _group(
+        self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None
+    ) -> Group:
         rank = ranks.index(self.rank) if ranks else -1
         return FakeGroup(name, ranks, rank, process_group, self.traffic, self.activity)
 
@@ -149,12 +162,14 @@ def fake_mesh(
     if dist.is_initialized():
         raise MeshError(
             "MW-MESH-004",
-            "this process has joined a job already: dry-run a rank in a process of its own, before a job starts",
+            "this process has joined a job already: dry-run a rank in a process of its own, before"
+            " a job starts",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # replaced by torch, to put the rank before each line of a traceback
-    current_device = torch.cuda.current_device  # tensor_parallel/megatron.py replaces it for CPU tensors
+    # tensor_parallel/megatron.py replaces it for CPU tensors
+    current_device = torch.cuda.current_device
     traffic, activity = Traffic(), _ObservedActivity(on_begin)
     if grid.size > 1:
         dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
@@ -162,18 +177,30 @@ def fake_mesh(
         axes = {}
         for axis in Axis:
             ranks = grid.replicas(rank) if axis is Axis.DP else grid.group(axis, rank)
-            made = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
-            axes[axis] = FakeGroup(axis, ranks, ranks.index(rank), made, traffic, activity)
+            process_group = None
+            if len(ranks) > 1:
+                process_group = dist.new_group(list(ranks), use_local_synchronization=True)
+            axes[axis] = FakeGroup(axis, ranks, ranks.index(rank), process_group, traffic, activity)
         everybody = dist.group.WORLD if grid.size > 1 else None
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
-        shared = {"ep": expert_group(grid, rank), "experts": expert_replicas(grid, rank) if grid.ep > 1 else (rank,)}
+        shared = {
+            "ep": expert_group(grid, rank),
+            "experts": expert_replicas(grid, rank) if grid.ep > 1 else (rank,),
+        }
         local: dict[str, Any] = {"use_local_synchronization": True}
-        made_of = {n: dist.new_group(r, **local, group_desc=n) if r[1:] else None for n, r in shared.items()}
-        ep, same = (FakeGroup(n, r, r.index(rank), made_of[n], traffic, activity) for n, r in shared.items())
+        made_of = {
+            n: dist.new_group(r, **local, group_desc=n) if r[1:] else None
+            for n, r in shared.items()
+        }
+        ep, same = (
+            FakeGroup(n, r, r.index(rank), made_of[n], traffic, activity) for n, r in shared.items()
+        )
         nodes = ["node0"] * grid.size
         place = grid, rank, torch.device(device)
-        yield FakeMesh(*place, pp, dp, tp, world, traffic, nodes, 600.0, activity, axes[Axis.CP], ep, same)
+        yield FakeMesh(
+            *place, pp, dp, tp, world, traffic, nodes, 600.0, activity, axes[Axis.CP], ep, same
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -221,33 +248,47 @@ class InterceptedOperation(NamedTuple):
     """Bytes of the message: the full tensor."""
     dtype: str
     name: str = ""
-    """``group_desc`` of the process group: "ep" marks an expert group, whose ranks may equal those of another axis."""
+    """``group_desc`` of the process group: "ep" marks an expert group,
+    whose ranks may equal those of another axis.
+    """
 
     @property
     def wire_bytes(self) -> float:
-        """Return this rank's bytes on the wire, by the ring formulas of :mod:`meshwright.mesh.traffic`."""
+        """Return this rank's bytes on the wire,
+        by the ring formulas of :mod:`meshwright.mesh.traffic`.
+        """
         return _WIRE_FACTORS[self.operation](len(self.group)) * self.num_bytes
 
 
 def num_bytes(values: Any) -> int:
     """Return the bytes of all tensors in a tree of values."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def is_on_dtensor(types: Sequence[type]) -> bool:
-    """Return True for an operation on a DTensor: its operations on local tensors are intercepted themselves."""
+    """Return True for an operation on a DTensor:
+    its operations on local tensors are intercepted themselves.
+    """
     return any(issubclass(kind, DTensor) for kind in types)
 
 
 class OperationInterceptor:
-    """Interpreter of intercepted operations. Caches the ranks of groups by name, since there may be thousands."""
+    """Interpreter of intercepted operations. Caches the ranks of groups by name,
+    since there may be thousands.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
         self._names: dict[str, str] = {}
 
     def intercept(self, function: Any, arguments: Sequence[Any]) -> InterceptedOperation | None:
-        """Return the communication of a dispatched operation; None for one that sends nothing (a wait, a barrier)."""
+        """Return the communication of a dispatched operation;
+        None for one that sends nothing (a wait, a barrier).
+        """
         if function.namespace not in NAMESPACES:
             return None
         name = str(function.overloadpacket)
@@ -261,7 +302,8 @@ class OperationInterceptor:
         size = num_bytes(arguments[0])
         peer = None
         if kind in ("all_gather", "reduce_scatter"):
-            # out-of-place forms have only the input: part of what is gathered, all of what is scattered
+            # out-of-place forms have only the input: part of what is gathered, all of what is
+            # scattered
             size = max(size, num_bytes(arguments[1]))
             if name == "_c10d_functional.all_gather_into_tensor":
                 size = num_bytes(arguments[0]) * len(ranks)
@@ -271,11 +313,16 @@ class OperationInterceptor:
         return InterceptedOperation(kind, ranks, peer, size, dtype, self._names[communicator])
 
     def communicator_of(self, arguments: Sequence[Any]) -> str | None:
-        """Return the name of the process group, None without one. Links of two directions differ only in the name."""
-        for argument in reversed(arguments):  # a string before the last names an operation, not a group
+        """Return the name of the process group, None without one.
+        Links of two directions differ only in the name.
+        """
+        # a string before the last names an operation, not a group
+        for argument in reversed(arguments):
             if isinstance(argument, str):
                 name = argument
-            elif isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            elif isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(
+                argument._type()
+            ):
                 name = str(dist.ProcessGroup.unbox(argument).group_name)
             else:
                 continue

@@ -1,4 +1,6 @@
-"""Handles of posted collectives and point-to-point transfers. A failed wait names the operation and the peers."""
+"""Handles of posted collectives and point-to-point transfers.
+A failed wait names the operation and the peers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from meshwright.mesh.activity import Activity, Waits
 
 
 class GroupMembers(Protocol):
-    """Ranks of a group, as :class:`meshwright.mesh.comm.Group` stores them."""
+    """Ranks of a group, as :class:`meshwright.mesh.comm.Group` stores them.
+
+    comm.py imports this file: with the class itself each would need the other to be read.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -55,7 +60,9 @@ class CollectiveHandle:
     posted_s: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        """Block (on CUDA: the current stream) until done, then finish. Raise CommunicationError on failure."""
+        """Block (on CUDA: the current stream) until done, then finish.
+        Raise CommunicationError on failure.
+        """
         if self.work is not None:
             assert self.group is not None
             group, activity = self.group, self.group.activity
@@ -73,7 +80,9 @@ class CollectiveHandle:
         self.work, self.keep = None, ()
 
     def join(self) -> None:
-        """Make the current CUDA stream wait too, besides the stream that calls ``wait``. Does not run ``finish``."""
+        """Make the current CUDA stream wait too, besides the stream that calls ``wait``.
+        Does not run ``finish``.
+        """
         if self.work is not None:
             self.work.wait()
 
@@ -90,7 +99,9 @@ class TransferHandle:
     works: Sequence[Any]
     """torch's ``Work`` objects: one per tensor, or one for all (NCCL)."""
     operation: Callable[[], str]
-    """Function that returns the description, such as ``1RECV_F3``. Called only on failure and by the watchdog."""
+    """Function that returns the description, such as ``1RECV_F3``.
+    Called only on failure and by the watchdog.
+    """
     keep: Sequence[Tensor]
     """Tensors to keep alive until done: gloo reads the sent ones until then."""
     group: GroupMembers
@@ -98,13 +109,17 @@ class TransferHandle:
     """Position of each tensor's peer in the group."""
     sends: bool = False
     finish: Callable[[], None] | None = None
-    """Function that copies received tensors to the device, called once at the end of ``wait``; None: none needed."""
+    """Function that copies received tensors to the device, called once at the end of ``wait``;
+    None: none needed.
+    """
     position: int = 0
     """Index in ``works`` of the one that blocks."""
     posted_s: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        """Block (on CUDA: the current stream) until all are done. Raise CommunicationError on failure."""
+        """Block (on CUDA: the current stream) until all are done.
+        Raise CommunicationError on failure.
+        """
         if not self.works:
             return
         activity = self.group.activity
@@ -134,10 +149,13 @@ class TransferHandle:
         return Waits("send" if self.sends else "receive", ranks, self.operation())
 
 
-def _failure(group: GroupMembers, operation: str, posted_s: float, error: RuntimeError) -> CommunicationError:
+def _failure(
+    group: GroupMembers, operation: str, posted_s: float, error: RuntimeError
+) -> CommunicationError:
     """Return the error of a failed operation, with the first line of torch's message."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     waited_s = time.monotonic() - posted_s
     return CommunicationError(
-        "MW-MESH-001", f"rank {group.ranks[group.rank]}: {operation} failed after {waited_s:.1f} s: {reason}"
+        "MW-MESH-001",
+        f"rank {group.ranks[group.rank]}: {operation} failed after {waited_s:.1f} s: {reason}",
     )

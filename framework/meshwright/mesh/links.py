@@ -6,8 +6,9 @@
     round 2     0 > 3   1 > 2         All ranks of the mesh make one group per round: a link, or a group of their own.
     round 3     0 < 3   1 < 2         A round is one split of NCCL's communicator, however many pipelines there are.
 
-NOTE [equal numbers of groups]: torch names a group by its ranks and the number of groups that this rank has made so
-far. Two ranks with different numbers would wait for each other forever, so idle ranks make a group of one rank.
+NOTE [equal numbers of groups]: torch names a group by its ranks and the number of groups that this
+rank has made so far. Two ranks with different numbers would wait for each other forever, so idle
+ranks make a group of one rank.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ Pair = tuple[int, int]
 
 
 def link_rounds(pairs: Collection[Pair]) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs, in which the links are made. A chain or an even ring of ranks takes at most four
-    rounds, an odd ring six."""
+    """Return rounds of disjoint pairs, in which the links are made. A chain or an even ring of
+    ranks takes at most four rounds, an odd ring six.
+    """
     rounds: list[list[Pair]] = []
     for pair in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
-        free = (each for each in rounds if not any(set(pair) & set(other) for other in each))
+        free = (round_ for round_ in rounds if not any(set(pair) & set(other) for other in round_))
         found = next(free, None)
         if found is None:
             rounds.append(found := [])
@@ -41,14 +43,16 @@ class LinkedGroup(Group):
     """Pipeline group whose messages go over links. Collectives go over the group itself."""
 
     def __init__(self, pp: Group, links: Mapping[Pair, Group]) -> None:
-        vars(self).update(vars(pp))
+        vars(self).update(vars(pp))  # shares its traffic and activity: one group, other transport
         self.links = links
         """Group of each link that this rank is an end of."""
 
     def transfer(
         self, tensors: Sequence[Tensor], peer: int, sends: bool, what: Callable[[], str]
     ) -> TransferHandle | None:
-        """Post messages on the link to or from ``peer``. Does not block; see :meth:`Group.transfer`."""
+        """Post messages on the link to or from ``peer``. Does not block;
+        see :meth:`Group.transfer`.
+        """
         link = self.links[(self.rank, peer) if sends else (peer, self.rank)]
         return link.transfer(tensors, 1 - link.rank, sends, what)
 
@@ -59,25 +63,33 @@ def open_links(
     make: Callable[[tuple[int, ...]], dist.ProcessGroup],
     device: torch.device,
 ) -> LinkedGroup:
-    """Make the links between these pairs and send one element over each. Collective over all ranks; blocks.
+    """Make the links between these pairs and send one element over each. Collective over all ranks;
+    blocks.
 
     The element opens NCCL's connections. Otherwise the first message in a step would wait for them.
 
     Args:
-        make: function that makes a process group of these global ranks; all ranks of the mesh call it together.
+        make: function that makes a process group of these global ranks; all ranks of the mesh call
+            it together.
     """
     links: dict[Pair, Group] = {}
     for each in link_rounds(pairs):
         pair = next((pair for pair in each if pp.rank in pair), None)
         positions = sorted(pair or [pp.rank])
         ranks = tuple(pp.ranks[position] for position in positions)
-        made, rank = make(ranks), positions.index(pp.rank)
+        # also on ranks without a pair in this round: see NOTE [equal numbers of groups]
+        process_group = make(ranks)
         if pair is not None:
+            rank = positions.index(pp.rank)
             key = f"{pp.name}-{pp.ranks[pair[0]]}>{pp.ranks[pair[1]]}"
-            links[pair] = Group(pp.name, ranks, rank, made, pp.traffic, pp.activity, key)
+            links[pair] = Group(pp.name, ranks, rank, process_group, pp.traffic, pp.activity, key)
             links[pair].stages_messages = pp.stages_messages
-            first = [torch.zeros(1, device=device)], 1 - rank, pair[0] == pp.rank
-            opening = Group(pp.name, ranks, rank, made).transfer(*first, lambda: "the first message of a link")
+            opening = Group(pp.name, ranks, rank, process_group).transfer(
+                [torch.zeros(1, device=device)],
+                peer=1 - rank,
+                sends=pair[0] == pp.rank,
+                what=lambda: "the first message of a link",
+            )
             assert opening is not None
             opening.wait()
     return LinkedGroup(pp, links)

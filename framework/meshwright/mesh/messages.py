@@ -1,4 +1,5 @@
-"""Serialization of small values sent between ranks. JSON, never pickle, so that no received message can run code.
+"""Serialization of small values sent between ranks. JSON, never pickle,
+so that no received message can run code.
 
 null, true, 3, 0.5, "text"     as they are; NaN and infinities too; floats keep every bit
 [1, 2]                         a list
@@ -23,7 +24,9 @@ TAG, FIELDS = "", "of"
 
 def encode(value: Any, kinds: Sequence[type] = ()) -> bytes:
     """Return a value as JSON bytes. ``kinds``: the NamedTuples and Enums in it."""
-    return json.dumps(_packed(value, {kind.__name__: kind for kind in kinds}), separators=(",", ":")).encode()
+    return json.dumps(
+        _packed(value, {kind.__name__: kind for kind in kinds}), separators=(",", ":")
+    ).encode()
 
 
 def decode(message: bytes, kinds: Sequence[type] = ()) -> Any:
@@ -37,8 +40,9 @@ def decode(message: bytes, kinds: Sequence[type] = ()) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CommunicationError(
             "MW-MESH-012",
-            f"a message of {len(message)} bytes from another rank cannot be read ({type(error).__name__}: {error}): "
-            f"do all ranks run the same version of meshwright, and nothing else sends to their ports?",
+            f"a message of {len(message)} bytes from another rank cannot be read"
+            f" ({type(error).__name__}: {error}): do all ranks run the same version of meshwright,"
+            " and nothing else sends to their ports?",
         ) from None
 
 
@@ -47,21 +51,24 @@ def _packed(value: Any, kinds: dict[str, type]) -> Any:
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:
-        return [_packed(each, kinds) for each in value]
+        return [_packed(part, kinds) for part in value]
     if kinds.get(kind.__name__) is kind:
-        found = [value.value] if isinstance(value, Enum) else value
-        return {TAG: kind.__name__, FIELDS: [_packed(each, kinds) for each in found]}
+        parts = [value.value] if isinstance(value, Enum) else value
+        return {TAG: kind.__name__, FIELDS: [_packed(part, kinds) for part in parts]}
     if kind in (tuple, set, dict):
-        found = value.items() if kind is dict else value
-        return {TAG: kind.__name__, FIELDS: [_packed(each, kinds) for each in found]}
+        parts = value.items() if kind is dict else value
+        return {TAG: kind.__name__, FIELDS: [_packed(part, kinds) for part in parts]}
     if isinstance(value, Path):
         return {TAG: "path", FIELDS: [str(value)]}
-    raise TypeError(f"a {kind.__module__}.{kind.__qualname__} is not sent between ranks: name it among the kinds")
+    raise TypeError(
+        f"a {kind.__module__}.{kind.__qualname__} is not sent between ranks: name it among the"
+        " kinds"
+    )
 
 
 def _unpacked(value: Any, kinds: dict[str, type]) -> Any:
     if isinstance(value, list):
-        return [_unpacked(each, kinds) for each in value]
+        return [_unpacked(part, kinds) for part in value]
     if not isinstance(value, dict):
         return value
     name, fields = value[TAG], _unpacked(value[FIELDS], kinds)

@@ -1,4 +1,5 @@
-"""Placement of the ranks of a mesh on nodes, checked and drawn as text: pure, for 8 ranks and for 16,384.
+"""Placement of the ranks of a mesh on nodes, checked and drawn as text: pure,
+for 8 ranks and for 16,384.
 
 ┌ node0: ranks 0-3 ┐      a box per node, a row per tensor-parallel group in it:
 │ pp0 dp0  tp  0 1 │      its pipeline rank, its replica, its ranks in the order of tp
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from meshwright.errors import MeshError
@@ -61,71 +63,83 @@ class RankPlacement(NamedTuple):
 
 
 def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
-    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks."""
+    """Return the node name of each rank of a regular cluster:
+    ``node0`` holds the first ``devices_per_node`` ranks.
+    """
     num_devices = num_nodes * devices_per_node
     if num_devices > MAX_DEVICES:
         raise MeshError(
             "MW-MESH-007",
-            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_devices:,} devices, and at most "
-            f"{MAX_DEVICES:,} are laid out: give fewer nodes",
+            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_devices:,} devices, and"
+            f" at most {MAX_DEVICES:,} are laid out: give fewer nodes",
         )
     return [f"node{rank // devices_per_node}" for rank in range(num_devices)]
 
 
 def check_placement(
-    grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool = False, ep_across_nodes: bool = False
+    grid: Grid,
+    nodes: Sequence[str],
+    *,
+    tp_across_nodes: bool = False,
+    ep_across_nodes: bool = False,
 ) -> None:
-    """Check that no tp group and no ep group straddles nodes; ``nodes[rank]`` is the name of a rank's node.
+    """Check that no tp group and no ep group straddles nodes;
+    ``nodes[rank]`` is the name of a rank's node.
 
     Raises:
-        MeshError: a group straddles nodes (the first is named, and the mesh drawn), or ``nodes`` has another length.
+        MeshError: a group straddles nodes (the first is named, and the mesh drawn), or ``nodes``
+            has another length.
     """
     if len(nodes) != grid.size:
         raise MeshError(
             "MW-MESH-005",
             f"the mesh {grid} has {grid.size} ranks, the nodes have {len(nodes)}: "
-            f"change a degree or the number of processes so that both agree",
+            "change a degree or the number of processes so that both agree",
         )
     for ranks in [] if tp_across_nodes else _all_groups(grid, Axis.TP):
-        found = list(dict.fromkeys(nodes[rank] for rank in ranks))
-        if len(found) > 1:
+        nodes_used = list(dict.fromkeys(nodes[rank] for rank in ranks))
+        if len(nodes_used) > 1:
             raise MeshError(
                 "MW-MESH-006",
-                f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
-                f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
-                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw_placement(grid, nodes)}",
+                f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes"
+                f" {', '.join(nodes_used)}: its traffic is in every layer and belongs inside a node."
+                " Choose parallel.tp so that it divides the ranks of a node, or allow it with"
+                f" --parallel.tp_across_nodes=true\n\n{draw_placement(grid, nodes)}",
             )
     for first in [] if ep_across_nodes else range(0, grid.size, grid.ep):
-        found = list(dict.fromkeys(nodes[first : first + grid.ep]))
-        if len(found) > 1:
+        nodes_used = list(dict.fromkeys(nodes[first : first + grid.ep]))
+        if len(nodes_used) > 1:
             raise MeshError(
                 "MW-MESH-018",
-                f"the expert-parallel group of ranks {first}..{first + grid.ep - 1} straddles the nodes "
-                f"{', '.join(found)}: every layer of experts exchanges tokens in it. Choose parallel.ep so that it "
-                f"divides the ranks of a node, or allow it with --parallel.ep_across_nodes=true\n\n"
-                f"{draw_placement(grid, nodes)}",
+                f"the expert-parallel group of ranks {first}..{first + grid.ep - 1} straddles the"
+                f" nodes {', '.join(nodes_used)}: every layer of experts exchanges tokens in it. Choose"
+                " parallel.ep so that it divides the ranks of a node, or allow it with"
+                f" --parallel.ep_across_nodes=true\n\n{draw_placement(grid, nodes)}",
             )
 
 
 def _all_groups(grid: Grid, axis: Axis) -> list[tuple[int, ...]]:
     """Return all groups of an axis, by their first rank: a partition of the ranks."""
-    firsts = (rank for rank in range(grid.size) if not getattr(grid.coordinates(rank), f"{axis}_rank"))
+    firsts = (rank for rank in range(grid.size) if not grid.coordinates(rank).along(axis))
     return [grid.group(axis, rank) for rank in firsts]
 
 
 def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
     """Draw the ranks of ``grid`` on their nodes, as text of many lines.
 
-    Many nodes, replicas and pipeline ranks are abridged to the first and the last. A tensor-parallel group that
-    straddles nodes is drawn in parts, with a remark.
+    Many nodes, replicas and pipeline ranks are abridged to the first and the last. A
+    tensor-parallel group that straddles nodes is drawn in parts, with a remark.
     """
-    head, kept, num_left_out, groups = place_ranks(grid, nodes)
-    half = (len(kept) + 1) // 2 if num_left_out else len(kept)
-    boxes = [_frame(box) for box in kept]
+    head, shown, num_left_out, groups = place_ranks(grid, nodes)
+    half = (len(shown) + 1) // 2 if num_left_out else len(shown)
+    boxes = [_frame(box) for box in shown]
     lines = [head, "", *_side_by_side(boxes[:half])]
     if num_left_out:
         lines += [f"    ... {num_left_out:,} more nodes ...", *_side_by_side(boxes[half:])]
-    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False) for line in groups]
+    wrapped = [
+        textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False)
+        for line in groups
+    ]
     return "\n".join([*lines, "", *wrapped])
 
 
@@ -136,9 +150,12 @@ def place_ranks(grid: Grid, nodes: Sequence[str]) -> RankPlacement:
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     names, sizes = list(ranks_of), sorted({len(ranks) for ranks in ranks_of.values()})
-    head = f"{grid} = {_count(grid.size, 'rank')} on {_count(len(names), 'node')} of {' or '.join(map(str, sizes))}"
-    kept, num_left_out = _ends(names, MOST_BOXES)
-    boxes = tuple(_box(grid, node, ranks_of[node]) for node in kept)
+    head = (
+        f"{grid} = {_count(grid.size, 'rank')} on {_count(len(names), 'node')} of"
+        f" {' or '.join(map(str, sizes))}"
+    )
+    shown, num_left_out = _ends(names, MOST_BOXES)
+    boxes = tuple(_box(grid, node, ranks_of[node]) for node in shown)
     groups = (
         *_tensor_parallel(grid, nodes),
         *_context_parallel(grid, nodes),
@@ -173,25 +190,37 @@ def _elided(items: Sequence[str], most: int, what: str) -> list[str]:
 
 
 def _box(grid: Grid, node: str, ranks: Sequence[int]) -> NodeBox:
-    """Return a node with its ranks, a row per tensor-parallel group (or the part of it in this node)."""
+    """Return a node with its ranks, a row per tensor-parallel group (or the part of it
+    in this node).
+    """
     groups: dict[Coordinates, list[int]] = {}
     for rank in ranks:
-        groups.setdefault(grid.coordinates(rank)._replace(tp_rank=0), []).append(rank)
+        groups.setdefault(replace(grid.coordinates(rank), tp_rank=0), []).append(rank)
     digits = len(str(ranks[-1]))
     rows: list[GroupRow] = []
     for at, members in groups.items():
         first, last = grid.coordinates(members[0]).tp_rank, grid.coordinates(members[-1]).tp_rank
         part = "" if len(members) == grid.tp else f"{first}-{last}" if last > first else f"{first}"
-        row, chips = " ".join(f"{rank:>{digits}}" for rank in members), [str(rank) for rank in members]
+        row = " ".join(f"{rank:>{digits}}" for rank in members)
+        chips = [str(rank) for rank in members]
         if len(row) > MOST_COLUMNS:
             row, chips = _span(members), _span_parts(members)
         cp = f" cp{_padded(at.cp_rank, grid.cp)}" if grid.cp > 1 else ""
-        text = f"pp{_padded(at.pp_rank, grid.pp)} dp{_padded(at.dp_rank, grid.dp)}{cp}  tp{part}  {row}"
-        where = f"pp{at.pp_rank} dp{at.dp_rank}{f' cp{at.cp_rank}' * (grid.cp > 1)}{f' tp{part}' * bool(part)}"
+        text = (
+            f"pp{_padded(at.pp_rank, grid.pp)} dp{_padded(at.dp_rank, grid.dp)}{cp}  tp{part} "
+            f" {row}"
+        )
+        where = (
+            f"pp{at.pp_rank}"
+            f" dp{at.dp_rank}{f' cp{at.cp_rank}' * (grid.cp > 1)}{f' tp{part}' * bool(part)}"
+        )
         rows.append(GroupRow(text, where, tuple(chips), at.pp_rank))
     ends, num_left_out = _ends(rows, MOST_ROWS)
     title = f"{node}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}"
-    return NodeBox(title, tuple(_with_gap(ends, num_left_out, GroupRow(f"... {num_left_out:,} more groups ..."))))
+    return NodeBox(
+        title,
+        tuple(_with_gap(ends, num_left_out, GroupRow(f"... {num_left_out:,} more groups ..."))),
+    )
 
 
 def _frame(box: NodeBox) -> list[str]:
@@ -243,8 +272,12 @@ def _num_nodes(ranks: Sequence[int], nodes: Sequence[str]) -> int:
 def _tensor_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
     if grid.tp == 1:
         return ["tensor parallel    off"]
-    most = max(_num_nodes(grid.group(Axis.TP, rank), nodes) for rank in range(0, grid.size, grid.tp))
-    where = "each inside one node" if most == 1 else f"ACROSS up to {most} nodes: slow, their traffic is in every layer"
+    most = max(
+        _num_nodes(grid.group(Axis.TP, rank), nodes) for rank in range(0, grid.size, grid.tp)
+    )
+    where = "each inside one node"
+    if most > 1:
+        where = f"ACROSS up to {most} nodes: slow, their traffic is in every layer"
     num_groups = _count(grid.size // grid.tp, "group")
     return [f"tensor parallel    {num_groups} of {grid.tp} neighbours, a row above; {where}"]
 
@@ -256,10 +289,15 @@ def _context_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
 def _expert_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
     if grid.ep == 1:
         return []
-    most = max(_num_nodes(range(first, first + grid.ep), nodes) for first in range(0, grid.size, grid.ep))
+    most = max(
+        _num_nodes(range(first, first + grid.ep), nodes) for first in range(0, grid.size, grid.ep)
+    )
     where = "each inside one node" if most == 1 else f"across up to {most:,} nodes"
     held = f"{_count(len(expert_replicas(grid, 0)), 'replica')} of each expert"
-    return [f"expert parallel    {_count(grid.size // grid.ep, 'group')} of {grid.ep} neighbours, {held}; {where}"]
+    return [
+        f"expert parallel    {_count(grid.size // grid.ep, 'group')} of {grid.ep} neighbours,"
+        f" {held}; {where}"
+    ]
 
 
 def _data_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
@@ -277,7 +315,10 @@ def _groups(grid: Grid, axis: Axis, nodes: Sequence[str]) -> str:
 def _pipelines(grid: Grid, nodes: Sequence[str]) -> list[str]:
     if grid.pp == 1:
         return ["pipeline           off"]
-    lines = [f"pipeline           {_count(grid.num_replicas, 'replica')} of {grid.pp} pipeline ranks, first to last:"]
+    lines = [
+        f"pipeline           {_count(grid.num_replicas, 'replica')} of {grid.pp} pipeline ranks,"
+        " first to last:"
+    ]
     replicas, num_left_out = _ends(range(grid.num_replicas), MOST_PIPELINES)
     paths = [_path(grid, nodes, *divmod(replica, grid.cp)) for replica in replicas]
     paths = _with_gap(paths, num_left_out, f"... {num_left_out:,} more replicas ...")
@@ -288,7 +329,12 @@ def _path(grid: Grid, nodes: Sequence[str], dp_rank: int, cp_rank: int) -> str:
     """Draw the pipeline of one replica: the ranks of each pipeline rank and their node."""
     stops: list[str] = []
     for pp_rank in range(grid.pp):
-        ranks = grid.group(Axis.TP, grid.rank(Coordinates(pp_rank, dp_rank, 0, cp_rank)))
+        ranks = grid.group(
+            Axis.TP, grid.rank(Coordinates(pp_rank=pp_rank, dp_rank=dp_rank, cp_rank=cp_rank))
+        )
         stops.append(f"{nodes[ranks[0]]} [{_span(ranks)}]")
     cp = f" cp{_padded(cp_rank, grid.cp)}" if grid.cp > 1 else ""
-    return f"dp{_padded(dp_rank, grid.dp)}{cp}  {' → '.join(_elided(stops, MOST_STAGES, 'on the way'))}"
+    return (
+        f"dp{_padded(dp_rank, grid.dp)}{cp} "
+        f" {' → '.join(_elided(stops, MOST_STAGES, 'on the way'))}"
+    )

@@ -1,4 +1,6 @@
-"""Messages through host memory for ranks that share a GPU: gloo sends no CUDA tensors, NCCL needs a GPU per rank."""
+"""Messages through host memory for ranks that share a GPU: gloo sends no CUDA tensors,
+NCCL needs a GPU per rank.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ class Transfer(NamedTuple):
     sends: bool
 
 
-def through_host(tensors: Sequence[Tensor], sends: bool) -> tuple[list[Tensor], Callable[[], None] | None]:
-    """Return host tensors in place of these, and for a receive the function that copies them to the device on arrival.
+def through_host(
+    tensors: Sequence[Tensor], sends: bool
+) -> tuple[list[Tensor], Callable[[], None] | None]:
+    """Return host tensors in place of these, and for a receive the function that copies them
+    to the device on arrival.
 
     A send blocks until the device has computed the tensors.
     """

@@ -1,6 +1,7 @@
 """Small notes between ranks, in the process group's store, independent of collectives.
 
-It has a connection of its own: a main thread that is stuck in the store does not block other threads here.
+It has a connection of its own: a main thread that is stuck in the store does not block other
+threads here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ PREFIX = "meshwright"
 
 
 class NoteStore:
-    """Notes by name; any thread may use it, one at a time. If the store is gone, torch's own errors are raised."""
+    """Notes by name; any thread may use it, one at a time. If the store is gone,
+    torch's own errors are raised.
+    """
 
     def __init__(self, store: Any) -> None:
         """Wrap one of torch's stores (Any: its type stubs lack some of the classes)."""
@@ -28,15 +31,17 @@ class NoteStore:
 
     def read(self, names: Sequence[str]) -> dict[str, str]:
         """Return the notes that exist among ``names``. Does not wait for missing ones."""
-        self._there.update(name for name in names if name not in self._there and self._store.check([name]))
-        found = [name for name in names if name in self._there]
-        if not found:
+        self._there.update(
+            name for name in names if name not in self._there and self._store.check([name])
+        )
+        present = [name for name in names if name in self._there]
+        if not present:
             return {}
         if self._store.has_extended_api():
-            texts = self._store.multi_get(found)
+            texts = self._store.multi_get(present)
         else:
-            texts = [self._store.get(name) for name in found]
-        return {name: text.decode() for name, text in zip(found, texts, strict=True)}
+            texts = [self._store.get(name) for name in present]
+        return {name: text.decode() for name, text in zip(present, texts, strict=True)}
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to the count of this name, over all ranks; return the sum."""

@@ -33,10 +33,14 @@ class OperationCount(NamedTuple):
 class Traffic:
     """Traffic of this rank up to now: ``counts[(group name, operation)]``."""
 
-    counts: dict[tuple[str, str], OperationCount] = field(default_factory=lambda: defaultdict(OperationCount))
+    counts: dict[tuple[str, str], OperationCount] = field(
+        default_factory=lambda: defaultdict(OperationCount)
+    )
 
     def add(self, group: str, operation: str, size: int, message_bytes: int) -> None:
-        """Count one call with a message of ``message_bytes`` (the whole tensor) among ``size`` ranks."""
+        """Count one call with a message of ``message_bytes`` (the whole tensor)
+        among ``size`` ranks.
+        """
         calls, wire_bytes = self.counts[group, operation]
         self.counts[group, operation] = OperationCount(
             calls + 1, wire_bytes + WIRE_FACTORS[operation](size) * message_bytes

@@ -3,14 +3,15 @@
     first     === post D .            wait D === post C .            wait C === ...
     second               === post d .                   wait d === post c .
 
-A computation ends its turn between posting a message and waiting for it (:meth:`Turns.pause`), however deep in a
-model's forward, autograd's backward or a recompute: each has a thread of its own, and one of the two runs at a time.
-The order of turns depends only on the pauses, never on which messages have arrived. So ranks with equal computations
-issue their collectives in the same order.
+A computation ends its turn between posting a message and waiting for it (:meth:`Turns.pause`),
+however deep in a model's forward, autograd's backward or a recompute: each has a thread of its own,
+and one of the two runs at a time. The order of turns depends only on the pauses, never on which
+messages have arrived. So ranks with equal computations issue their collectives in the same order.
 
-NOTE [backward on its own thread]: autograd has one thread per CUDA device. A backward that pauses there would block
-every other backward of the process, such as that of a forward that calls ``torch.autograd.grad``: a deadlock. So the
-second computation runs its backward nodes on its own thread, as on CPU.
+NOTE [backward on its own thread]: autograd has one thread per CUDA device. A backward that pauses
+there would block every other backward of the process, such as that of a forward that calls
+``torch.autograd.grad``: a deadlock. So the second computation runs its backward nodes on its own
+thread, as on CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from threading import Semaphore
 import torch
 
 Save = Callable[[], Callable[[], None]]
-"""Function called as a turn ends; it returns the function that restores the state of that computation."""
+"""Function called as a turn ends; it returns the function that restores the state of
+that computation.
+"""
 
 
 class ComputationAbandoned(BaseException):
@@ -31,7 +34,9 @@ class ComputationAbandoned(BaseException):
 
 
 class Turns:
-    """Two computations in turns. The second one runs in a thread, which lives as long as this object."""
+    """Two computations in turns. The second one runs in a thread,
+    which lives as long as this object.
+    """
 
     def __init__(self) -> None:
         self._worker: ThreadPoolExecutor | None = None
@@ -46,7 +51,8 @@ class Turns:
     def run(self, first: Callable[[], None], second: Callable[[], None], save: Save) -> None:
         """Run both in turns, beginning with the first; raise the error of the one that failed.
 
-        ``save``: called when a turn ends, saves the state that both share, such as the present micro-batch's samples.
+        ``save``: called when a turn ends, saves the state that both share, such as the present
+            micro-batch's samples.
         """
         self._worker = self._worker or ThreadPoolExecutor(1, "turns")
         self._save, self._turn, self._num_left, self._failed = save, 0, 2, False
@@ -79,7 +85,9 @@ class Turns:
             raise ComputationAbandoned
         restore()
 
-    def _run_second(self, second: Callable[[], None], restore: Callable[[], None], stream: object) -> None:
+    def _run_second(
+        self, second: Callable[[], None], restore: Callable[[], None], stream: object
+    ) -> None:
         self._may_run[1].acquire()
         try:
             if not self._failed:

@@ -1,1 +1,3 @@
-"""The user's model: builder, parameters on the meta device, requirements, and initial values by name."""
+"""The user's model: builder, parameters on the meta device, requirements,
+and initial values by name.
+"""

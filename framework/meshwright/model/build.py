@@ -1,12 +1,14 @@
 """Construction of the user's model on the meta device, and materialisation of a stage's weights.
 
-A model is an ``nn.Sequential`` of named elements, called layers here. Plain attributes that it may have:
+A model is an ``nn.Sequential`` of named elements, called layers here. Plain attributes that it may
+have:
 
     sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ... | a function}, all of them in
                     framework/meshwright/tensor_parallel/plan.py and unsplit.py
     tied_weights    [(canonical parameter name, other name, ...), ...]
     shared_units    {pattern: (rows of the parts of a unit, number of the last that are copied, attribute)} of column
-                    linears, for tp above the number of units: ranks then share a unit, tensor_parallel/shared_units.py
+                    linears, for tp above the number of units: ranks then share a unit,
+                    tensor_parallel/shared_units.py
     initialise      (parameter name, tensor) -> None: fill the tensor, or change the value that torch would have there,
                     drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
@@ -17,10 +19,10 @@ A model is an ``nn.Sequential`` of named elements, called layers here. Plain att
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     impossible      {"tp" | "cp" | "sequence": reason why the model does not support it}
     parameter_groups  as the configuration's ``model.parameter_groups``; factors of both multiply
-    matrices        {pattern: how a weight splits into matrices}, for optimizer.name = "muon": see matrices.py
+    matrices        {pattern: how a weight splits into matrices}, for an optimizer of matrices: see matrices.py
 
-A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialises it,
-or the builder itself: see builder_run.py.
+A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its
+modules initialises it, or the builder itself: see builder_run.py.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from meshwright.adapters.attach import attach, freeze_base
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import error_place
 from meshwright.config.schemes import is_scheme
+from meshwright.current import CurrentMicrobatch
 from meshwright.errors import ModelError, UserError, reason_of
 from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
@@ -47,13 +50,12 @@ from meshwright.model.builder_run import BuilderRun
 from meshwright.model.first_values import ParameterOwner, find_owners, first_value, unwritten_error
 from meshwright.model.groups import find_groups, freeze
 from meshwright.model.matrices import find_matrices
-from meshwright.model.memory_record import MARKED_UP_TO
 from meshwright.model.outline import ModelOutline
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
-from meshwright.model.unwritten import FilledAtFirstTouch, is_marked
+from meshwright.model.unwritten import MARKED_UP_TO, FilledAtFirstTouch, is_marked
 from meshwright.parameters import ParameterInfo
-from meshwright.seeding import Draw, seed_dropouts, seeded
+from meshwright.seeding import seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
 M = TypeVar("M", bound=nn.Module)
@@ -61,7 +63,9 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass
 class PlainModel:
-    """User's model as built: parameters on meta (no memory), buffers real, dropouts seeded by name."""
+    """User's model as built: parameters on meta (no memory), buffers real,
+    dropouts seeded by name.
+    """
 
     layers: nn.Sequential
     builder: str = ""
@@ -72,28 +76,36 @@ class PlainModel:
     shared_units: dict[str, Any] = field(default_factory=dict)
     initialise: Initialise | None = None
     builder_run: BuilderRun | None = None
-    """Run of the builder that gives first values; None: the resets of the modules give all of them."""
+    """Run of the builder that gives first values; None:
+    the resets of the modules give all of them.
+    """
     is_dry: bool = False
     """True in a dry run: initial weights have a size and no values."""
     loss: Callable[[Any, Tensor], Tensor] | None = None
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the cross-entropy in training, if not zero: ``label_smoothing``, ``z_loss``."""
     loss_heads: list[tuple[int, float]] = field(default_factory=list)
-    """Shift of the labels and weight of the loss, for each logits in a tuple; empty: the last layer returns one."""
+    """Shift of the labels and weight of the loss, for each logits in a tuple; empty:
+    the last layer returns one.
+    """
     selective_recompute: list[str] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)
     """"tp", "cp", "sequence" -> reason why the model does not support it."""
-    draw: Draw = field(default_factory=Draw)
+    current: CurrentMicrobatch = field(default_factory=CurrentMicrobatch)
     seed: int = 0
     owners: dict[str, ParameterOwner] = field(default_factory=dict)
     """Parameter name -> module whose reset (or, of adapters, rule) initialises it."""
     groups: dict[str, ParameterGroup] = field(default_factory=dict)
     """Canonical parameter name -> its group of ``model.parameter_groups``."""
     matrices: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Canonical name of each weight that Muon steps -> rows of the parts that are its matrices; (): one matrix."""
+    """Canonical name of each weight that is stepped as matrices -> rows of the parts that are its matrices; ():
+    one matrix.
+    """
 
     def canonical(self, name: str) -> str:
-        """Return the name that a weight is stored, initialised and optimised under: the first of its tied set."""
+        """Return the name that a weight is stored, initialised and optimised under:
+        the first of its tied set.
+        """
         for names in self.tied:
             if name in names:
                 return names[0]
@@ -104,7 +116,8 @@ class PlainModel:
         freeze(layers, self.canonical, self.groups)
 
     def initial(self, name: str) -> Tensor:
-        """Return the full initial tensor of a parameter, float32 on CPU: a pure function of (seed, canonical name).
+        """Return the full initial tensor of a parameter, float32 on CPU: a pure function of (seed,
+        canonical name).
 
         Raises:
             ModelError: nothing gives some of its elements a value.
@@ -130,13 +143,16 @@ class PlainModel:
         return full
 
     def check_unset(self, names: Sequence[str]) -> None:
-        """Raise :class:`ModelError` for those of these parameters that ``initialise`` leaves alone, if they are small.
+        """Raise :class:`ModelError` for those of these parameters that ``initialise`` leaves alone,
+        if they are small.
 
         Their builder gives them no value, or none that a seed repeats.
 
         Large ones are checked in the process that trains them.
         """
-        small = [name for name in names if self._shape(self.canonical(name)).numel() <= MARKED_UP_TO]
+        small = [
+            name for name in names if self._shape(self.canonical(name)).numel() <= MARKED_UP_TO
+        ]
         unwritten = [name for name in small if is_marked(self._filled(self.canonical(name)))]
         if unwritten:
             raise unwritten_error(self.builder, "parameter", unwritten)
@@ -165,13 +181,15 @@ class PlainModel:
 def build_model(
     path: str, options: dict[str, Any], seed: int, problems_found: list[ModelError] | None = None
 ) -> PlainModel:
-    """Build the user's model with parameters on meta and seeded random buffers, check it, seed its dropouts by name.
+    """Build the user's model with parameters on meta and seeded random buffers, check it,
+    seed its dropouts by name.
 
-    ``problems_found``: takes problems in spite of which the model can be described, instead of an error.
+    ``problems_found``: takes problems in spite of which the model can be described, instead of an
+        error.
 
     Raises:
-        ModelError: The model cannot be cut into stages, or its builder failed. The text names the builder, and all
-            problems of the model.
+        ModelError: The model cannot be cut into stages, or its builder failed. The text names the
+            builder, and all problems of the model.
     """
     builder = find_builder(path)
     requirements.check_options(path, builder, options)
@@ -186,7 +204,9 @@ def build_model(
     if not is_scheme(path):  # a restructured model fills all tensors, or names those that it cannot
         problems += run.take_over(outline, owners, {name for names in tied for name in names[1:]})
     problems += requirements.buffer_problems(path, layers)
-    if problems_found is not None and all(problem.code in requirements.DESCRIBABLE for problem in problems):
+    if problems_found is not None and all(
+        problem.code in requirements.DESCRIBABLE for problem in problems
+    ):
         problems_found += problems
     elif problems:
         raise requirements.joined(problems)
@@ -200,11 +220,17 @@ def build_model(
         initialise=getattr(layers, "initialise", None),
         builder_run=run if run.names else None,
         loss=in_float32(getattr(layers, "loss", None)),
-        loss_options={name: float(given) for name in requirements.LOSS_OPTIONS if (given := getattr(layers, name, 0))},
-        loss_heads=[(shift, float(weight)) for shift, weight in getattr(layers, "loss_heads", None) or ()],
+        loss_options={
+            name: float(given)
+            for name in requirements.LOSS_OPTIONS
+            if (given := getattr(layers, name, 0))
+        },
+        loss_heads=[
+            (shift, float(weight)) for shift, weight in getattr(layers, "loss_heads", None) or ()
+        ],
         selective_recompute=list(getattr(layers, "selective_recompute", [])),
         impossible=dict(getattr(layers, "impossible", {})),
-        draw=seed_dropouts(layers, seed),
+        current=seed_dropouts(layers, seed),
         seed=seed,
         owners=owners,
     )
@@ -214,7 +240,8 @@ def build_model(
 
 
 def _outline(options: dict[str, Any], run: BuilderRun) -> ModelOutline:
-    """Return the outline of a model; where its builder reads values of parameters, that of a run on the CPU.
+    """Return the outline of a model; where its builder reads values of parameters,
+    that of a run on the CPU.
 
     Raises:
         ModelError: the builder fails in plain torch as well.
@@ -232,12 +259,14 @@ def _outline(options: dict[str, Any], run: BuilderRun) -> ModelOutline:
     except BaseException as error:
         raise ModelError(
             "MW-MODEL-003",
-            f"{run.path} with model.options {options} failed{error_place(error)}: {reason_of(error)}",
+            f"{run.path} with model.options {options} failed{error_place(error)}:"
+            f" {reason_of(error)}",
         ) from error
 
 
 def configured_model(config: RunConfig, problems: list[ModelError] | None = None) -> PlainModel:
-    """Build the model of a configuration, with its adapters and parameter groups; see :func:`build_model`.
+    """Build the model of a configuration, with its adapters and parameter groups;
+    see :func:`build_model`.
 
     ``problems``: takes those in spite of which the model can be described.
 
@@ -246,14 +275,21 @@ def configured_model(config: RunConfig, problems: list[ModelError] | None = None
     """
     model = build_model(config.model.builder, config.model.options, config.run.seed, problems)
     convert_linears(model.layers, model.plan, config.train)
-    adapters = attach(model, config)
+    adapters = attach(model, config.adapter)
     model.owners |= {name: ParameterOwner(module, "weight") for name, module in adapters.items()}
-    model.groups = find_groups(model.layers, model.canonical, config)
+    model.groups = find_groups(
+        model.layers, model.canonical, config.model.parameter_groups, config.optimizer
+    )
     freeze_base(model, adapters)
     model.freeze(model.layers)
     if not any(parameter.requires_grad for parameter in model.layers.parameters()):
-        raise ModelError("MW-MODEL-029", "model.parameter_groups freezes every parameter: there is nothing to train")
-    model.matrices = find_matrices(model.layers, model.canonical, model.plan, model.groups, config)
+        raise ModelError(
+            "MW-MODEL-029",
+            "model.parameter_groups freezes every parameter: there is nothing to train",
+        )
+    model.matrices = find_matrices(
+        model.layers, model.canonical, model.plan, model.groups, config.optimizer
+    )
     return model
 
 
@@ -266,21 +302,28 @@ def materialise(
     local_of: Callable[[ParameterInfo], Tensor] | None = None,
     ranks: StageRanks | None = None,
 ) -> nn.Sequential:
-    """Materialise the weights of one stage: this tp rank's slices, in the training dtype, on the device.
+    """Materialise the weights of one stage: this tp rank's slices, in the training dtype,
+    on the device.
 
     Parameters tied inside the stage stay one object. Collective over ``ranks``, if they are given.
 
     Args:
-        layers: The stage, with parameters on the meta device in this tp rank's local shapes; changed in place.
+        layers: The stage, with parameters on the meta device in this tp rank's local shapes;
+            changed in place.
         model: The whole model, with ties and initial values.
         infos: Canonical parameter name -> its global shape and this rank's slice.
-        local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
-            float32 on CPU by the parameter's name, sliced and cast: the same bits in every layout and on any device.
-        ranks: Groups of the ranks with the same stage, which draw a large stage together. None: draw all of it.
+        local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full
+            tensor is then drawn in float32 on CPU by the parameter's name, sliced and cast: the
+            same bits in every layout and on any device.
+        ranks: Groups of the ranks with the same stage, which draw a large stage together. None:
+            draw all of it.
     """
     if local_of is None:
-        names = dict.fromkeys(model.canonical(name) for name, _ in layers.named_parameters(remove_duplicate=False))
-        by_one = model.builder_run is not None  # each that draws runs the whole builder, and holds the whole model
+        names = dict.fromkeys(
+            model.canonical(name) for name, _ in layers.named_parameters(remove_duplicate=False)
+        )
+        # each that draws runs the whole builder, and holds the whole model
+        by_one = model.builder_run is not None
         local_of = initial_values(
             {name: infos[name] for name in names}, model.initial, dtype, ranks, by_one_rank=by_one
         )
@@ -290,21 +333,28 @@ def materialise(
         if canonical not in made:
             local = local_of(infos[canonical])
             assert local.shape == outline.shape, (name, tuple(local.shape), tuple(outline.shape))
-            made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
+            made[canonical] = nn.Parameter(
+                local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad
+            )
         owner, _, attribute = name.rpartition(".")
         layers.get_submodule(owner)._parameters[attribute] = made[canonical]
     for module in layers.modules():
-        module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
+        module._buffers.update(
+            {name: b.to(device) for name, b in module._buffers.items() if b is not None}
+        )
     return layers
 
 
 def meta_copy(layers: nn.Sequential) -> nn.Sequential:
-    """Return a copy on the meta device, for forwards that only compute shapes. The original is unchanged."""
+    """Return a copy on the meta device, for forwards that only compute shapes.
+    The original is unchanged.
+    """
     return copy_module(layers, {}).to("meta")
 
 
 def copy_module(module: M, twins: dict[int, Any]) -> M:
-    """Return a deep copy, faster than ``copy.deepcopy``: the empty hook dicts of modules are not traversed.
+    """Return a deep copy, faster than ``copy.deepcopy``:
+    the empty hook dicts of modules are not traversed.
 
     ``twins``: replacements of objects in the copy, by id of the original; it may be changed.
     """

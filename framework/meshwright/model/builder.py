@@ -1,4 +1,6 @@
-"""Function and vocabulary size that ``model.builder`` names: ``package.module:function``, or ``SCHEME:PLACE``."""
+"""Function and vocabulary size that ``model.builder`` names: ``package.module:function``,
+or ``SCHEME:PLACE``.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ from meshwright.errors import ModelError, UserError, reason_of
 
 
 def find_builder(path: str) -> Callable[..., Any]:
-    """Return the function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
+    """Return the function that ``model.builder`` names: ``package.module:function``,
+    or ``hf:DIRECTORY``.
+    """
     if is_scheme(path):
         return _call_scheme(path, "builder")  # type: ignore[no-any-return]
-    return find_function(path, "model.builder", "a function that returns an nn.Sequential", ModelError)
+    return find_function(
+        path, "model.builder", "a function that returns an nn.Sequential", ModelError
+    )
 
 
 def _call_scheme(path: str, function: str) -> Any:
@@ -27,7 +33,9 @@ def _call_scheme(path: str, function: str) -> Any:
     called: Callable[..., Any] | None = None
     if scheme is not None:
         try:
-            called = find_function(f"{scheme.module}:{function}", "model.builder", "a scheme's function", ModelError)
+            called = find_function(
+                f"{scheme.module}:{function}", "model.builder", "a scheme's function", ModelError
+            )
         except ModelError as error:
             if error.code != "MW-CONFIG-008":  # the module is there, and fails by itself
                 raise
@@ -35,8 +43,9 @@ def _call_scheme(path: str, function: str) -> Any:
     if scheme is None or called is None:
         raise ModelError(
             "MW-MODEL-058",
-            f"model.builder = {path!r}: the scheme {path.partition(':')[0]} is not installed here ({why}): install "
-            f"meshwright with its package meshwright_interop, in a checkout by `pip install -e .`",
+            f"model.builder = {path!r}: the scheme {path.partition(':')[0]} is not installed here"
+            f" ({why}): install meshwright with its package meshwright_interop, in a checkout by"
+            " `pip install -e .`",
         )
     try:
         return called(scheme.place)
@@ -44,12 +53,16 @@ def _call_scheme(path: str, function: str) -> Any:
         raise
     except Exception as error:
         raise ModelError(
-            "MW-MODEL-059", f"model.builder = {path!r}: {scheme.module} failed{error_place(error)}: {reason_of(error)}"
+            "MW-MODEL-059",
+            f"model.builder = {path!r}: {scheme.module} failed{error_place(error)}:"
+            f" {reason_of(error)}",
         ) from error
 
 
 def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
-    """Return the vocabulary size, from the model's options or its directory; None if neither contains it."""
+    """Return the vocabulary size, from the model's options or its directory;
+    None if neither contains it.
+    """
     found = options.get("vocab_size")
     if found is None and is_scheme(path):
         found = _call_scheme(path, "vocabulary")

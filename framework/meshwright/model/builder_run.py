@@ -1,20 +1,20 @@
-"""First values as a model's builder sets them: those of one run of it on the CPU, as in plain torch.
+"""First values as a model's builder sets them: those of one run of it on the CPU,
+as in plain torch.
 
     torch.manual_seed(run.seed); random.seed(run.seed); numpy.random.seed(run.seed % 2**32)
     model = build(**options)
 
-Every process that needs a value runs the builder in this way and takes its slices: the same bits in every layout. The
-generators of the process are restored afterwards.
+Every process that needs a value runs the builder in this way and takes its slices: the same bits in
+every layout. The generators of the process are restored afterwards.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
@@ -27,7 +27,7 @@ from meshwright.model.first_values import (
 )
 from meshwright.model.outline import ModelOutline, draw_outline, to_meta
 from meshwright.model.unwritten import MARKED, OTHER, MarkEmpty, Pattern, is_marked, to_float32
-from meshwright.model.write_record import WriteRecord, bits_of, bytes_of
+from meshwright.model.write_record import WriteRecord, bytes_of
 from meshwright.seeding import generators_at, seeded
 from meshwright.system.packages import is_own_package
 
@@ -44,9 +44,13 @@ class BuilderRun:
         self.names: frozenset[str] = frozenset()
         """Parameters that get their first values from here; empty: none does."""
         self.digest = ""
-        """Digest of everything that goes into the values: where it differs between processes, they do too."""
+        """Digest of everything that goes into the values: where it differs between processes,
+        they do too.
+        """
         self.unrepeated: frozenset[str] = frozenset()
-        """Those of :attr:`names` whose values no seed repeats: only the model's ``initialise`` can replace them."""
+        """Those of :attr:`names` whose values no seed repeats:
+        only the model's ``initialise`` can replace them.
+        """
         self.unset: list[str] = []
         """Parameters that only the model's ``initialise`` can give a value."""
         self._values: dict[str, Tensor] = {}
@@ -54,7 +58,8 @@ class BuilderRun:
         """Bytes of large storages that get a pattern in outlines."""
 
     def layers(self, pattern: Pattern = MARKED) -> nn.Sequential:
-        """Run the builder and return the model, with values; elements that nothing has written hold a pattern.
+        """Run the builder and return the model, with values;
+        elements that nothing has written hold a pattern.
 
         Raises:
             ModelError: it has too many parameters for one process.
@@ -63,7 +68,8 @@ class BuilderRun:
             return self.build()  # type: ignore[no-any-return]
 
     def value(self, name: str) -> Tensor:
-        """Return a full parameter, float32 on CPU. The first call runs the builder; its values stay in memory.
+        """Return a full parameter, float32 on CPU. The first call runs the builder;
+        its values stay in memory.
 
         Elements that nothing has written hold the mark of :mod:`meshwright.model.unwritten`.
 
@@ -79,17 +85,21 @@ class BuilderRun:
 
     def unwritten(self) -> list[str]:
         """Return the names of the parameters in memory with elements that nothing has written."""
-        return [name for name, value in self._values.items() if name in self.names and is_marked(value)]
+        return [
+            name for name, value in self._values.items() if name in self.names and is_marked(value)
+        ]
 
     def release(self) -> None:
         """Free the memory of the values."""
         self._values = {}
 
     def draw(self) -> ModelOutline:
-        """Run the builder with parameters on meta; again, if large tensors that it leaves need a mark to be judged."""
+        """Run the builder with parameters on meta; again, if large tensors that are no parameters
+        need a mark to be judged.
+        """
         outline = self._draw("builder")
         assert outline.record is not None
-        self._sizes = outline.record.memory.unfilled_sizes()
+        self._sizes = outline.record.unfilled_sizes()
         return self._draw("builder") if self._sizes else outline
 
     def _draw(self, purpose: str, pattern: Pattern = MARKED) -> ModelOutline:
@@ -107,23 +117,26 @@ class BuilderRun:
     def take_over(
         self, outline: ModelOutline, owners: Mapping[str, ParameterOwner], copies: Collection[str]
     ) -> list[ModelError]:
-        """Find which first values a run of the builder gives, and return the problems with first values.
+        """Find which first values a run of the builder gives,
+        and return the problems with first values.
 
-        It gives all of them, if the builder sets any outside of the resets. A model with ``initialise`` may replace
-        them later. Buffers that the builder draws, or computes from parameters, then become those of the run.
+        It gives all of them, if the builder sets any outside of the resets. A model with
+        ``initialise`` may replace them later. Buffers that the builder draws, or computes from
+        parameters, then become those of the run.
 
         Args:
             outline: the model; its buffers are changed in place.
             owners: owner of each parameter's first value.
-            copies: names of parameters that are tied to another one, which have no value of their own.
+            copies: names of parameters that are tied to another one, which have no value of their
+                own.
         """
         layers, record = outline
         is_declared = getattr(layers, "initialise", None) is not None
         buffers = dict(layers.named_buffers(remove_duplicate=False))
         if record is None:
-            found, different, problems = self._judge_values(is_declared)
+            digests, different, problems = self._take_values(is_declared)
         else:
-            problems = self._buffer_problems(layers, record)
+            problems = self._judge_buffers(layers)
             values = find_first_values(layers, owners, record, copies)
             self.unset = values.by_nothing if is_declared else []
             problems += [] if is_declared else first_value_problems(self.path, values)
@@ -131,12 +144,17 @@ class BuilderRun:
             if problems or not (values.by_builder or on_meta):
                 return problems
             self.names = frozenset(values.built)
-            found = _digests(layers, record)
-            different = _different(found, self._outlined("builder"))
-            drawn = set() if is_declared else _different(found, self._outlined("builder, other seed"))
-            if taken := on_meta | (drawn & buffers.keys()):
+            digests = _digests(layers, record)
+            different = _different(digests, self._outlined("builder"))
+            taken = on_meta
+            if not is_declared:
+                drawn = _different(digests, self._outlined("builder, other seed"))
+                taken |= drawn & buffers.keys()
+            if taken:
                 self._copy_buffers(layers, taken)
-        self.digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
+        self.digest = hashlib.blake2b(
+            repr(sorted(digests.items())).encode(), digest_size=16
+        ).hexdigest()
         if is_declared:  # which may give all values itself
             self.unrepeated, self.digest = self.names & different, ""
             different &= buffers.keys()
@@ -144,49 +162,38 @@ class BuilderRun:
             problems.append(_other_values(self.path, sorted(different)))
         return problems
 
-    def _judge_values(self, is_declared: bool) -> tuple[Digests, set[str], list[ModelError]]:
-        """Judge values of runs on the CPU, and set :attr:`names` and :attr:`unset`.
+    def _take_values(self, is_declared: bool) -> tuple[Digests, set[str], list[ModelError]]:
+        """Take all values of a run on the CPU, and set :attr:`names` and :attr:`unset`.
 
         Returns:
-            The digests, the names of values that no seed repeats, and the problems with unwritten ones.
+            The digests, the names of values that no seed repeats, and the problems with unwritten
+            ones.
         """
         built = self.layers()
-        found, other = _digests(built, None), _digests(self.layers(OTHER), None)
-        differing = _different(found, other)
-        different = differing and _different(other, _digests(self.layers(OTHER), None))
+        judged = judge(built, lambda: self.layers(OTHER))
         parameters = dict(built.named_parameters(remove_duplicate=False))
-        marked = {name for name, parameter in parameters.items() if is_marked(parameter)}
-        marked |= {name for name, buffer in built.named_buffers(remove_duplicate=False) if is_marked(buffer)}
-        unwritten = marked | (differing - different)
         self.names = frozenset(parameters)
-        of_parameters = [name for name in parameters if name in unwritten]
-        self.unset = of_parameters if is_declared else []
-        of_buffers = [name for name, _ in built.named_buffers() if name in unwritten]
-        problems = [unwritten_error(self.path, "buffer", of_buffers)] if of_buffers else []
-        if of_parameters and not is_declared:
-            problems.append(unwritten_error(self.path, "parameter", of_parameters))
-        return found, different, problems
+        unset = [name for name in parameters if name in judged.unwritten]
+        self.unset = unset if is_declared else []
+        problems = self._unwritten_buffers(built, judged)
+        if unset and not is_declared:
+            problems.append(unwritten_error(self.path, "parameter", unset))
+        return judged.digests, judged.unrepeated, problems
 
-    def _buffer_problems(self, layers: nn.Module, record: WriteRecord) -> list[ModelError]:
-        """Return the problems with buffers of an outline that are unwritten, or computed from unwritten memory."""
-        buffers = dict(layers.named_buffers())
-        unwritten = {name for name, buffer in buffers.items() if is_marked(buffer)}
-        different: set[str] = set()
-        if record.memory.is_undecided(buffers.values()) or self._may_differ(buffers.values()):
-            other = self._draw("builder", OTHER).layers
-            if differing := _other_buffers(layers, other):
-                different = _other_buffers(other, self._draw("builder", OTHER).layers)
-                unwritten |= differing - different
-        names = [name for name in buffers if name in unwritten]  # in the model's order, each buffer once
-        problems = [unwritten_error(self.path, "buffer", names)] if names else []
-        if different:
-            problems.append(_other_values(self.path, sorted(different)))
+    def _judge_buffers(self, layers: nn.Module) -> list[ModelError]:
+        """Return the problems with buffers of an outline; those of our own models are constants."""
+        has_values = any(not buffer.is_meta for buffer in layers.buffers())
+        is_judged = has_values and not is_own_package(self.path)
+        judged = judge(layers, (lambda: self._draw("builder", OTHER).layers) if is_judged else None)
+        problems = self._unwritten_buffers(layers, judged)
+        if judged.unrepeated:
+            problems.append(_other_values(self.path, sorted(judged.unrepeated)))
         return problems
 
-    def _may_differ(self, buffers: Iterable[Tensor]) -> bool:
-        """Return whether constants of the user's builder may differ between its runs: one number alone does not."""
-        is_own = is_own_package(self.path)
-        return not is_own and any(buffer.numel() > 1 and not buffer.is_meta for buffer in buffers)
+    def _unwritten_buffers(self, layers: nn.Module, judged: Judgement) -> list[ModelError]:
+        """Return the error for unwritten buffers, in the model's order, each buffer once."""
+        names = [name for name, _ in layers.named_buffers() if name in judged.unwritten]
+        return [unwritten_error(self.path, "buffer", names)] if names else []
 
     def _outlined(self, purpose: str) -> Digests:
         """Return the digests of another outline, built under the seed of a purpose."""
@@ -200,58 +207,79 @@ class BuilderRun:
             layers.get_submodule(owner)._buffers[attribute] = found[name].detach().clone()
 
 
-def _digests(layers: nn.Module, record: WriteRecord | None) -> Digests:
-    """Return a digest of each parameter, and of each buffer with values, by name.
+class Judgement(NamedTuple):
+    """Tensors of a model whose values are not those of every run of its builder."""
 
-    ``record``: writes to parameters on meta; None: they have values.
+    unwritten: set[str]
+    """Names of those with elements that nothing has written, or computed from such."""
+    unrepeated: set[str]
+    """Names of those that no seed repeats."""
+    digests: Digests
+    """Digest of each tensor with values; empty where no second run is compared."""
+
+
+def judge(layers: nn.Module, rerun: Callable[[], nn.Module] | None) -> Judgement:
+    """Judge the parameters and buffers of a model that have values.
+
+    Most unwritten elements hold the mark. A tensor without one is unwritten, or depends on such
+    elements, if it is another one as soon as uninitialised memory holds other bits. A tensor
+    that no seed repeats differs between two runs with these bits, too.
+
+    Args:
+        rerun: Run the builder with :data:`OTHER` in uninitialised memory; None: marks alone count.
     """
-    found = {}
+    named = (
+        *layers.named_parameters(remove_duplicate=False),
+        *layers.named_buffers(remove_duplicate=False),
+    )
+    unwritten = {name for name, tensor in named if is_marked(tensor)}
+    if rerun is None:
+        return Judgement(unwritten, set(), {})
+    digests, other = _digests(layers), _digests(rerun())
+    differing = _different(digests, other)
+    unrepeated = _different(other, _digests(rerun())) if differing else set()
+    return Judgement(unwritten | (differing - unrepeated), unrepeated, digests)
+
+
+def _digests(layers: nn.Module, record: WriteRecord | None = None) -> Digests:
+    """Return a digest of each parameter and buffer with values, by name.
+
+    ``record``: writes to tensors on meta, which have digests too.
+    """
+    digests = {}
     for name, tensor in (
         *layers.named_parameters(remove_duplicate=False),
         *layers.named_buffers(remove_duplicate=False),
     ):
         if not tensor.is_meta:
-            found[name] = hashlib.blake2b(bytes_of(tensor), digest_size=16).digest()
+            digests[name] = hashlib.blake2b(bytes_of(tensor), digest_size=16).digest()
         elif record is not None:
-            found[name] = record.digest_of(tensor)
-    return found
+            digests[name] = record.digest_of(tensor)
+    return digests
 
 
-def _different(found: Digests, other: Digests) -> set[str]:
+def _different(digests: Digests, other: Digests) -> set[str]:
     """Return the names whose digests differ."""
-    return {name for name in found.keys() | other.keys() if found.get(name) != other.get(name)}
-
-
-def _other_buffers(layers: nn.Module, other: nn.Module) -> set[str]:
-    """Return the names of buffers with values that are others, bit by bit, in another outline of the model."""
-    others = dict(other.named_buffers(remove_duplicate=False))
-    return {
-        name
-        for name, buffer in layers.named_buffers(remove_duplicate=False)
-        if not _are_equal(buffer, others.get(name))
-    }
-
-
-def _are_equal(buffer: Tensor, other: Tensor | None) -> bool:
-    if other is None or buffer.is_meta or other.is_meta:
-        return other is not None and buffer.is_meta == other.is_meta
-    is_alike = buffer.dtype == other.dtype and buffer.shape == other.shape
-    return is_alike and torch.equal(bits_of(buffer), bits_of(other))
+    names = digests.keys() | other.keys()
+    return {name for name in names if digests.get(name) != other.get(name)}
 
 
 def _other_values(path: str, names: Collection[str]) -> ModelError:
     return ModelError(
         "MW-MODEL-049",
-        f"{path}: two runs of the builder under one seed give {listed('tensor', names)} different first values: from "
-        f"the time, os.urandom, the order of a set, or a generator of its own without a seed "
-        f"(numpy.random.default_rng()). Each process would train another model. Draw from the global generator of "
-        f"torch, numpy or Python, which run.seed seeds, or give that generator a seed",
+        f"{path}: two runs of the builder under one seed give {listed('tensor', names)} different"
+        " first values: from the time, os.urandom, the order of a set, or a generator of its own"
+        " without a seed (numpy.random.default_rng()). Each process would train another model."
+        " Draw from the global generator of torch, numpy or Python, which run.seed seeds, or give"
+        " that generator a seed",
     )
 
 
 @contextmanager
 def _limited_parameters(path: str) -> Iterator[None]:
-    """Raise :class:`ModelError` as soon as modules hold more than MAX_NUMEL parameters that are not on meta."""
+    """Raise :class:`ModelError` as soon as modules hold more than MAX_NUMEL parameters
+    that are not on meta.
+    """
     register, seen, total = nn.Module.register_parameter, set[int](), 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -263,10 +291,11 @@ def _limited_parameters(path: str) -> Iterator[None]:
         if total > MAX_NUMEL:
             raise ModelError(
                 "MW-MODEL-050",
-                f"{path} sets first values outside of reset_parameters(), or reads values while the model is built: a "
-                f"run of the whole builder has to give them, and more than {MAX_NUMEL:,} parameters are too many for "
-                f"the memory of one process. Set them in the modules' reset_parameters(), or by the model's attribute "
-                f"initialise(name, tensor), which fill one tensor at a time",
+                f"{path} sets first values outside of reset_parameters(), or reads values while the"
+                " model is built: a run of the whole builder has to give them, and more than"
+                f" {MAX_NUMEL:,} parameters are too many for the memory of one process. Set them in"
+                " the modules' reset_parameters(), or by the model's attribute initialise(name,"
+                " tensor), which fill one tensor at a time",
             )
 
     nn.Module.register_parameter = count  # type: ignore[method-assign,assignment]

@@ -1,4 +1,6 @@
-"""Recipe that a message prints for a model that is no nn.Sequential: how to cut it at its lists of blocks."""
+"""Recipe that a message prints for a model that is no nn.Sequential:
+how to cut it at its lists of blocks.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,23 @@ def build(**options):
     first = Part(lambda self, x: ..., {before})  # forward before {blocks}
     last = Part(lambda self, x: ..., {after})  # forward after it
     return nn.Sequential(first, {starred}, last)"""
-"""Recipe that cuts a module at its lists of blocks. Each ``...`` is the code of its forward there."""
+"""Recipe that cuts a module at its lists of blocks.
+Each ``...`` is the code of its forward there.
+"""
 
 
 def cut_at_lists(model: Any) -> str:
     """Return CUT for a module that has lists of blocks, and "" for anything else."""
-    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):  # a list has no forward to cut
+    # a list has no forward to cut
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return ""
     lists: list[str] = []
-    pieces: tuple[list[str], list[str]] = [], []  # paths registered before the first list, and after it
+    # paths registered before the first list, and after it
+    pieces: tuple[list[str], list[str]] = [], []
     for name, module in model.named_modules(remove_duplicate=False):
-        if any(name == each or name.startswith(f"{each}.") for each in (*lists, *pieces[0], *pieces[1])):
+        if any(
+            name == each or name.startswith(f"{each}.") for each in (*lists, *pieces[0], *pieces[1])
+        ):
             continue
         if isinstance(module, nn.ModuleList) and len(module):
             lists.append(name)
@@ -52,11 +60,15 @@ def cut_at_lists(model: Any) -> str:
     blocks = [_expression(model, name) for name in lists]
     starred = ", ".join(f"*{each}" for each in blocks)
     shown = blocks[0].removeprefix("m.")
-    return CUT.format(kind=type(model).__name__, before=before, after=after, blocks=shown, starred=starred)
+    return CUT.format(
+        kind=type(model).__name__, before=before, after=after, blocks=shown, starred=starred
+    )
 
 
 def _arguments(model: nn.Module, names: Sequence[str]) -> str:
-    """Return keyword arguments for modules and parameters of the model, under names that Part can have."""
+    """Return keyword arguments for modules and parameters of the model,
+    under names that Part can have.
+    """
     used = {"self", "run", "forward"}
     arguments: list[str] = []
     for name in names:
@@ -69,7 +81,9 @@ def _arguments(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def _expression(model: nn.Module, name: str) -> str:
-    """Return the expression for a module or parameter of ``m``: "m.features[1].blocks" for features.1.blocks."""
+    """Return the expression for a module or parameter of ``m``:
+    "m.features[1].blocks" for features.1.blocks.
+    """
     expression, owner = "m", model
     for part in name.split("."):
         if _is_attribute(part):

@@ -1,16 +1,18 @@
-"""First values of parameters: the reset function or the builder that gives each, found on the meta device.
+"""First values of parameters: the reset function or the builder that gives each,
+found on the meta device.
 
-A builder runs with its parameters on meta. Its operations on each parameter are recorded, and compared with those of
-``reset_parameters()`` of the module that owns it (``_reset_parameters()`` of torch's attention, for the biases of its
-projections too). Where the last operations are the reset's, the value is drawn by name in each process. Where the
-builder sets any value in another way, all values are those of one seeded run of the builder: see builder_run.py.
+A builder runs with its parameters on meta. Its operations on each parameter are recorded, and
+compared with those of ``reset_parameters()`` of the module that owns it (``_reset_parameters()`` of
+torch's attention, for the biases of its projections too). Where the last operations are the
+reset's, the value is drawn by name in each process. Where the builder sets any value in another
+way, all values are those of one seeded run of the builder: see builder_run.py.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +35,9 @@ class ParameterOwner(NamedTuple):
 
 
 def resetter(module: nn.Module) -> Callable[[], None] | None:
-    """Return the method that initialises a module's parameters, or None. Torch's attention has a private one."""
+    """Return the method that initialises a module's parameters, or None.
+    Torch's attention has a private one.
+    """
     for name in ("reset_parameters", "_reset_parameters"):
         found = getattr(module, name, None)
         if callable(found):
@@ -48,27 +52,38 @@ def find_owners(layers: nn.Sequential) -> dict[str, ParameterOwner]:
         own = [name for name, _ in module.named_parameters(recurse=False)]
         held = copy.deepcopy(module) if own else module
         owners |= {f"{module_name}.{name}".lstrip("."): ParameterOwner(held, name) for name in own}
-    for module_name, module in reversed(list(layers.named_modules())):  # the outermost module comes last and wins
+    # the outermost module comes last and wins
+    for module_name, module in reversed(list(layers.named_modules())):
         if not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None:
             held = copy.deepcopy(module)
-            for path, writes in reset_writes(module).items():
+            (reset,) = reset_writes([module])
+            for path, writes in reset.items():
                 if writes:
                     owners[f"{module_name}.{path}".lstrip(".")] = ParameterOwner(held, path)
     return owners
 
 
-def reset_writes(module: nn.Module) -> dict[str, list[Write]]:
-    """Return the writes of a module's reset to each parameter at or below it."""
-    again = copy.deepcopy(module)
-    reset = resetter(again)
+def reset_writes(modules: Sequence[nn.Module]) -> list[dict[str, list[Write]]]:
+    """Return for each module the writes of its reset to each parameter at or below it.
+
+    All resets share one record, because beginning a record looks through every imported module,
+    which takes longer than a reset.
+    """
+    copies = [copy.deepcopy(module) for module in modules]
     with WriteRecord() as record:
-        if reset is not None:
-            reset()
-    return {name: record.of(parameter) for name, parameter in again.named_parameters()}
+        for copied in copies:
+            reset = resetter(copied)
+            if reset is not None:
+                reset()
+    return [
+        {name: record.of(parameter) for name, parameter in copied.named_parameters()}
+        for copied in copies
+    ]
 
 
 def first_value(owner: ParameterOwner) -> Tensor:
-    """Return a parameter as its owner's reset draws it from torch's generator: full tensor, float32, on CPU.
+    """Return a parameter as its owner's reset draws it from torch's generator: full tensor,
+    float32, on CPU.
 
     Elements that the reset leaves out hold the mark of :mod:`meshwright.model.unwritten`.
     """
@@ -91,14 +106,21 @@ class FirstValues(NamedTuple):
     by_builder: list[str]
     """Other operations of the builder, or the tensor with which they were made."""
     lost: list[str]
-    """Operations of the builder on the meta device, where it has put them itself: they have no effect."""
+    """Operations of the builder on the meta device, where it has put them itself:
+    they have no effect.
+    """
     by_nothing: list[str]
     built: list[str]
-    """All parameters to which a run of the builder gives a value, those of ``by_reset`` included."""
+    """All parameters to which a run of the builder gives a value,
+    those of ``by_reset`` included.
+    """
 
 
 def find_first_values(
-    layers: nn.Sequential, owners: Mapping[str, ParameterOwner], record: WriteRecord, copies: Collection[str]
+    layers: nn.Sequential,
+    owners: Mapping[str, ParameterOwner],
+    record: WriteRecord,
+    copies: Collection[str],
 ) -> FirstValues:
     """Find what gives each parameter its first value.
 
@@ -115,10 +137,13 @@ def find_first_values(
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if name in copies:
             continue
-        wanted, found, given = expected.get(name, []), record.of(parameter), record.given_to(parameter)
-        ends_with_reset = (
-            found[-len(wanted) :] == wanted if found else given is None or _is_reset_to(owners[name], given)
-        )
+        wanted = expected.get(name, [])
+        found = record.of(parameter)
+        given = record.given_to(parameter)
+        if found:
+            ends_with_reset = found[-len(wanted) :] == wanted
+        else:
+            ends_with_reset = given is None or _is_reset_to(owners[name], given)
         is_left_on_meta = record.is_left_on_meta(parameter)
         if (found or given is not None) and not is_left_on_meta:
             values.built.append(name)
@@ -135,19 +160,27 @@ def find_first_values(
 
 def _expected_writes(layers: nn.Sequential) -> dict[str, list[Write]]:
     """Return the writes of the resets to each parameter, the outermost module's last."""
-    expected: dict[str, list[Write]] = {}
+    names, modules, parameters = [], [], []
     for module_name, module in reversed(list(layers.named_modules())):
-        own = dict(module.named_parameters(recurse=False))
-        is_private = not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        is_private = (
+            not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None
+        )
         if (own and resetter(module) is not None) or is_private:
-            for name, writes in reset_writes(module).items():
-                if is_private or name in own:
-                    expected.setdefault(_joined(module_name, name), []).extend(writes)
+            names.append(module_name)
+            modules.append(module)
+            parameters.append(None if is_private else own)
+    expected: dict[str, list[Write]] = {}
+    for module_name, counted, reset in zip(names, parameters, reset_writes(modules), strict=True):
+        for name, writes in reset.items():
+            if counted is None or name in counted:
+                expected.setdefault(_joined(module_name, name), []).extend(writes)
     return expected
 
 
 def first_value_problems(path: str, values: FirstValues) -> list[ModelError]:
-    """Return an error for parameters without a first value, and one for those whose values would be lost.
+    """Return an error for parameters without a first value,
+    and one for those whose values would be lost.
 
     ``path``: name of the builder, for the messages.
     """
@@ -158,9 +191,10 @@ def first_value_problems(path: str, values: FirstValues) -> list[ModelError]:
         problems.append(
             ModelError(
                 "MW-MODEL-010",
-                f"{path}: the builder puts {listed('parameter', values.lost)} on the meta device and sets the value "
-                f"there, which has no effect. Build the model without the meta device (its parameters take no memory "
-                f"here), or set the value in reset_parameters() or the model's attribute initialise(name, tensor)",
+                f"{path}: the builder puts {listed('parameter', values.lost)} on the meta device"
+                " and sets the value there, which has no effect. Build the model without the meta"
+                " device (its parameters take no memory here), or set the value in"
+                " reset_parameters() or the model's attribute initialise(name, tensor)",
             )
         )
     return problems
@@ -170,10 +204,10 @@ def unwritten_error(path: str, what: str, names: Collection[str]) -> ModelError:
     """Return the error for tensors of which some elements are what torch.empty has left in memory."""
     return ModelError(
         "MW-MODEL-048",
-        f"{path}: nothing gives {listed(what, names)} a first value, or not all elements of it: what torch.empty "
-        f"leaves in memory would be trained, other numbers in each process. Fill the whole tensor in __init__ "
-        f"(nn.init.normal_, torch.zeros for torch.empty), in the module's reset_parameters(), or by the model's "
-        f"attribute initialise(name, tensor)",
+        f"{path}: nothing gives {listed(what, names)} a first value, or not all elements of it:"
+        " what torch.empty leaves in memory would be trained, other numbers in each process. Fill"
+        " the whole tensor in __init__ (nn.init.normal_, torch.zeros for torch.empty), in the"
+        " module's reset_parameters(), or by the model's attribute initialise(name, tensor)",
     )
 
 

@@ -1,4 +1,6 @@
-"""Outline of a user's model: its builder run with parameters on the meta device, which takes no memory for them."""
+"""Outline of a user's model: its builder run with parameters on the meta device,
+which takes no memory for them.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,18 @@ class ModelOutline(NamedTuple):
     layers: Any
     """Result of the builder; an nn.Sequential, if it fits."""
     record: WriteRecord | None = None
-    """Writes of the builder. None: it ran on the CPU, and its parameters moved to meta afterwards."""
+    """Writes of the builder. None: it ran on the CPU,
+    and its parameters moved to meta afterwards.
+    """
 
 
-def draw_outline(build: Callable[[], Any], pattern: Pattern = MARKED, sizes: Collection[int] = ()) -> ModelOutline:
+def draw_outline(
+    build: Callable[[], Any], pattern: Pattern = MARKED, sizes: Collection[int] = ()
+) -> ModelOutline:
     """Run a builder with parameters on meta, and record its writes to them.
 
-    ``pattern``: bits for uninitialised memory on the CPU. ``sizes``: bytes of large storages that get them too.
+    ``pattern``: bits for uninitialised memory on the CPU. ``sizes``: bytes of large storages that
+        get them too.
     """
     with WriteRecord(pattern, sizes) as record, parameters_on_meta(record):
         return ModelOutline(build(), record)
@@ -46,7 +53,9 @@ def to_meta(layers: nn.Module) -> None:
 
 
 def _on_meta(parameter: nn.Parameter, record: WriteRecord | None) -> nn.Parameter:
-    """Return an empty copy of a parameter on meta. Attributes record hooks and class of the original."""
+    """Return an empty copy of a parameter on meta.
+    Attributes record hooks and class of the original.
+    """
     outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
     found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
     if requirements.has_hooks(parameter):
@@ -60,9 +69,11 @@ def _on_meta(parameter: nn.Parameter, record: WriteRecord | None) -> nn.Paramete
 
 @contextmanager
 def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
-    """Move each nn.Parameter to the meta device as it is registered, inside this context; buffers stay real.
+    """Move each nn.Parameter to the meta device as it is registered, inside this context;
+    buffers stay real.
 
-    ``record``: the record of the builder's writes, which finds parameters that had values when they were registered.
+    ``record``: the record of the builder's writes, which finds parameters that had values when they
+        were registered.
     """
     register = nn.Module.register_parameter
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
@@ -71,7 +82,8 @@ def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
         is_lazy = isinstance(parameter, UninitializedParameter)
         if parameter is not None and not parameter.is_meta and not is_lazy:
             original, outline = moved.get(id(parameter), (None, parameter))
-            if original is None or original() is not parameter:  # else it is shared: registered a second time
+            # else it is shared: registered a second time
+            if original is None or original() is not parameter:
                 outline = _on_meta(parameter, record)
                 moved[id(parameter)] = weakref.ref(parameter), outline
             parameter = outline

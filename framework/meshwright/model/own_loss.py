@@ -9,9 +9,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 
-def in_float32(loss: Callable[[Any, Tensor], Tensor] | None) -> Callable[[Any, Tensor], Tensor] | None:
-    """Return ``loss`` with 16-bit tensors of its arguments (output, labels) cast to float32; None if there is none."""
-    return None if loss is None else lambda output, labels: loss(*tree_map(_widen, (output, labels)))
+def in_float32(
+    loss: Callable[[Any, Tensor], Tensor] | None,
+) -> Callable[[Any, Tensor], Tensor] | None:
+    """Return ``loss`` with 16-bit tensors of its arguments (output, labels) cast to float32;
+    None if there is none.
+    """
+    if loss is None:
+        return None
+    return lambda output, labels: loss(*tree_map(_widen, (output, labels)))
 
 
 def _widen(leaf: Tensor) -> Tensor:

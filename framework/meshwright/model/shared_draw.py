@@ -1,11 +1,13 @@
-"""Initial weights of a large stage, drawn by all its ranks together: each draws some parameters and broadcasts them.
+"""Initial weights of a large stage, drawn by all its ranks together:
+each draws some parameters and broadcasts them.
 
     rank 0      draws w0, w3      w0 -> all    w1 <- 1      w2 <- 2      w3 -> all
     rank 1      draws w1          w0 <- 0      w1 -> all    w2 <- 2      w3 <- 0
     rank 2      draws w2          w0 <- 0      w1 <- 1      w2 -> all    w3 <- 0
 
-A parameter is drawn on one CPU thread, seeded by its name. Its values do not depend on the rank that draws it. So n
-ranks take 1/n of the time, with the same bits as one. Each rank draws a small stage by itself, without messages.
+A parameter is drawn on one CPU thread, seeded by its name. Its values do not depend on the rank
+that draws it. So n ranks take 1/n of the time, with the same bits as one. Each rank draws a small
+stage by itself, without messages.
 """
 
 from __future__ import annotations
@@ -13,36 +15,23 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo
 
 SHARED_FROM = 2**24
-"""Elements of a stage from which on its ranks share the drawing: that many take about 0.1 s, a message 0.1 ms."""
-
-
-class Completion(Protocol):
-    """Handle of a posted broadcast."""
-
-    def wait(self) -> None:
-        """Block until the tensor has arrived."""
-
-
-class Broadcaster(Protocol):
-    """Ranks of one axis that hold the same stage."""
-
-    size: int
-    rank: int
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Completion:
-        """Broadcast ``tensor`` from group position ``source``, in place."""
+"""Elements of a stage from which on its ranks share the drawing: that many take about 0.1 s,
+a message 0.1 ms.
+"""
 
 
 def assign_draws(numels: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Return the rank that draws each parameter: largest first, each to the rank with the fewest elements."""
+    """Return the rank that draws each parameter: largest first,
+    each to the rank with the fewest elements.
+    """
     loads = [(0, rank) for rank in range(num_ranks)]
     found = {}
     for name, numel in sorted(numels.items(), key=lambda item: (-item[1], item[0])):
@@ -52,8 +41,10 @@ def assign_draws(numels: Mapping[str, int], num_ranks: int) -> dict[str, int]:
     return found
 
 
-StageRanks = tuple[Broadcaster, Broadcaster, torch.device]
-"""Ranks that hold the same stage: this rank's group along dp, that along tp, and the device of their messages."""
+StageRanks = tuple[Group, Group, torch.device]
+"""Ranks that hold the same stage: this rank's group along dp, that along tp,
+and the device of their messages.
+"""
 
 
 def initial_values(
@@ -64,16 +55,20 @@ def initial_values(
     *,
     by_one_rank: bool = False,
 ) -> Callable[[ParameterInfo], Tensor]:
-    """Return the function from a parameter to this rank's slice of its initial weights; a large stage is drawn now.
+    """Return the function from a parameter to this rank's slice of its initial weights;
+    a large stage is drawn now.
 
-    Collective over ``ranks``, and so is each call of the result. Both block. Wire: each parameter once along each axis,
-    in ``dtype``. Beside the weights, memory holds this rank's draws on the host and one full parameter on the device.
+    Collective over ``ranks``, and so is each call of the result. Both block. Wire: each parameter
+    once along each axis, in ``dtype``. Beside the weights, memory holds this rank's draws on the
+    host and one full parameter on the device.
 
     Args:
-        infos: the stage's parameters by canonical name. The result is called once for each, on all ranks in one order.
+        infos: the stage's parameters by canonical name. The result is called once for each, on all
+            ranks in one order.
         initial: draws a full tensor, float32 on CPU, by its name.
         ranks: None: this rank draws all it needs by itself.
-        by_one_rank: the first rank draws all of a large stage, where one value costs as much as all of them.
+        by_one_rank: the first rank draws all of a large stage, where one value costs as much as all
+            of them.
     """
     numels = {name: math.prod(info.global_shape) for name, info in infos.items()}
     if ranks is None or ranks[0].size * ranks[1].size == 1 or sum(numels.values()) < SHARED_FROM:
@@ -81,13 +76,18 @@ def initial_values(
     dp, tp, device = ranks
     drawer = assign_draws(numels, 1 if by_one_rank else dp.size * tp.size)
     drawn = {
-        name: initial(name).to(dtype).contiguous() for name in infos if drawer[name] == dp.rank * tp.size + tp.rank
+        name: initial(name).to(dtype).contiguous()
+        for name in infos
+        if drawer[name] == dp.rank * tp.size + tp.rank
     }
 
     def local_of(info: ParameterInfo) -> Tensor:
         dp_rank, tp_rank = divmod(drawer[info.name], tp.size)
         mine = drawn.pop(info.name, None)
-        full = torch.empty(info.global_shape, dtype=dtype, device=device) if mine is None else mine.to(device)
+        if mine is None:
+            full = torch.empty(info.global_shape, dtype=dtype, device=device)
+        else:
+            full = mine.to(device)
         if tp.rank == tp_rank:
             dp.broadcast(full, dp_rank).wait()
         tp.broadcast(full, tp_rank).wait()

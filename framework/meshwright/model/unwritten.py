@@ -1,9 +1,11 @@
-"""Uninitialised elements of tensors, found by a mark, or by a second run of a builder with other bits in them.
+"""Uninitialised elements of tensors, found by a mark,
+or by a second run of a builder with other bits in them.
 
-A mark is a NaN with a payload that no arithmetic makes, or a large integer, and is compared bit by bit. NaN and Inf
-that a user writes (``float("nan")``) are other bits, and are kept. Dtypes of which all values are common, such as uint8
-and bool, have no mark, and a tensor that is computed from unwritten elements has none either: there the tensor has
-unwritten elements, or depends on such, if it is another one as soon as uninitialised memory holds other bits.
+A mark is a NaN with a payload that no arithmetic makes, or a large integer, and is compared bit by
+bit. NaN and Inf that a user writes (``float("nan")``) are other bits, and are kept. Dtypes of which
+all values are common, such as uint8 and bool, have no mark, and a tensor that is computed from
+unwritten elements has none either: there the tensor has unwritten elements, or depends on such, if
+it is another one as soon as uninitialised memory holds other bits.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Operations whose result has no values yet."""
+MARKED_UP_TO = 2**22
+"""Elements of uninitialised memory that are always marked, where the dtype has a mark."""
 RESIZES = {"resize_", "resize_as_", "set_"}
 """Operations that may enlarge a tensor's memory, and write nothing to what is added."""
 MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
@@ -43,10 +47,14 @@ class Pattern(NamedTuple):
     """Zeros in every second element, except of bools: True or False."""
 
     def bits(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
-        """Return an integer dtype and the bits that are written with it into a tensor of a dtype."""
+        """Return an integer dtype and the bits that are written
+        with it into a tensor of a dtype.
+        """
         if dtype is torch.bool:
             return torch.uint8, self.boolean
-        return self.marks.get(dtype.to_real() if dtype.is_complex else dtype, (torch.uint8, self.byte))
+        return self.marks.get(
+            dtype.to_real() if dtype.is_complex else dtype, (torch.uint8, self.byte)
+        )
 
 
 NUMBERS: dict[torch.dtype, tuple[torch.dtype, int]] = {
@@ -56,14 +64,20 @@ NUMBERS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float16: (torch.int16, 0x50A8),
     **{dtype: (dtype, 37) for dtype in (torch.int64, torch.int32, torch.int16)},
 }
-"""37.25 or 37 in each dtype, as MARKS: unlike a NaN, it is above 0, and another number as an integer."""
+"""37.25 or 37 in each dtype, as MARKS: unlike a NaN, it is above 0,
+and another number as an integer.
+"""
 MARKED = Pattern(MARKS, byte=0x5A, boolean=0, has_zeros=False)
 OTHER = Pattern(NUMBERS, byte=0x25, boolean=1, has_zeros=True)
-"""Another pattern: no element has the same bits in both. As bools, NaN and 37 are True, and only zeros differ."""
+"""Another pattern: no element has the same bits in both. As bools, NaN and 37 are True,
+and only zeros differ.
+"""
 
 
 class FreshMemory(NamedTuple):
-    """Memory of a tensor on the CPU that an operation has left uninitialised: its storage from byte ``start`` on."""
+    """Memory of a tensor on the CPU that an operation has left uninitialised:
+    its storage from byte ``start`` on.
+    """
 
     storage: torch.UntypedStorage
     start: int
@@ -74,31 +88,44 @@ class FreshMemory(NamedTuple):
         dtype, bits = pattern.bits(self.dtype)
         first = -(-self.start // dtype.itemsize)
         count = max(0, self.storage.nbytes() // dtype.itemsize - first)
-        elements = torch.empty(0, dtype=dtype, device="cpu")  # also inside of the user's torch.device("meta")
+        # also inside of the user's torch.device("meta")
+        elements = torch.empty(0, dtype=dtype, device="cpu")
         elements.set_(self.storage, first, (count,)).fill_(bits)  # type: ignore[call-overload]
         if pattern.has_zeros and self.dtype is not torch.bool:
             elements[1::2].zero_()
 
 
 def run_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, FreshMemory | None]:
-    """Run an operation of a dispatch mode; return its result, and the memory that it leaves uninitialised."""
+    """Run an operation of a dispatch mode; return its result,
+    and the memory that it leaves uninitialised.
+    """
     name = func._schema.name.removeprefix("aten::")
     tensor, storage, start = None, None, 0
     if name in RESIZES and args[0].layout is torch.strided:
         tensor = args[0]
-        storage = args[1] if len(args) > 1 and isinstance(args[1], torch.UntypedStorage) else tensor.untyped_storage()
+        if len(args) > 1 and isinstance(args[1], torch.UntypedStorage):
+            storage = args[1]
+        else:
+            storage = tensor.untyped_storage()
         start = storage.nbytes()
     found = func(*args, **kwargs)
     if name in EMPTY and isinstance(found, Tensor) and found.layout is torch.strided:
         tensor, storage = found, found.untyped_storage()
-    if tensor is None or storage is None or tensor.device.type != "cpu" or start >= storage.nbytes():
+    if (
+        tensor is None
+        or storage is None
+        or tensor.device.type != "cpu"
+        or start >= storage.nbytes()
+    ):
         return found, None
     return found, FreshMemory(storage, start, tensor.dtype)
 
 
 @torch.no_grad()
 def mark(tensor: Tensor) -> Tensor:
-    """Write the mark into every element of a strided tensor on the CPU, if its dtype has one; return the tensor."""
+    """Write the mark into every element of a strided tensor on the CPU, if its dtype has one;
+    return the tensor.
+    """
     if tensor.dtype in MARKS and tensor.layout is torch.strided:
         integer, bits = MARKS[tensor.dtype]
         tensor.detach().view(integer).fill_(bits)
@@ -147,17 +174,35 @@ OVERWRITES = {
 """Methods, and functions of torch.nn.init, that write every element and read none."""
 UNREAD = {
     *(Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.stride, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.is_contiguous, Tensor.new_empty, Tensor.new_zeros, torch.empty_like),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_meta", "requires_grad")),
-    *(Tensor.detach, Tensor.view, Tensor.t, *(getattr(Tensor, name).__get__ for name in ("data", "T"))),
+    *(
+        Tensor.is_floating_point,
+        Tensor.is_contiguous,
+        Tensor.new_empty,
+        Tensor.new_zeros,
+        torch.empty_like,
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "is_meta", "requires_grad")
+    ),
+    *(
+        Tensor.detach,
+        Tensor.view,
+        Tensor.t,
+        *(getattr(Tensor, name).__get__ for name in ("data", "T")),
+    ),
 }
-"""Functions that read no element: of the outline alone, or views, through which later functions touch the tensor."""
+"""Functions that read no element: of the outline alone, or views,
+through which later functions touch the tensor.
+"""
 
 
 class FilledAtFirstTouch(TorchFunctionMode):
-    """Function mode that gives a tensor values when a function first reads it, writes a part of it, or hands it on.
+    """Function mode that gives a tensor values when a function first reads it, writes a part of it,
+    or hands it on.
 
-    A function that overwrites the whole tensor at once needs none: nothing is drawn that would be lost.
+    A function that overwrites the whole tensor at once needs none: nothing is drawn that would be
+    lost.
     """
 
     def __init__(self, tensor: Tensor, values: Callable[[], Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""Optimizers on flat shards, gradient clipping by the global norm, and the learning rate as a function of the step.
+"""Optimizers on flat shards, gradient clipping by the global norm,
+and the learning rate as a function of the step.
 
 ShardLayout, ShardPlace, MatrixShard, MatrixSlot   weights in a shard, for optimizers that are not element-wise
 with_settings, sampled_rates                       settings of each parameter; learning rates that ranks compare
@@ -6,23 +7,23 @@ HostMemory, host_memory, OffloadedOptimizer        optimizer in host memory
 LossScale, first_scale, next_scale, can_fall       loss scale of float16
 read_states, restore_states, add_state             state of each shard
 state_names, states_of, saved_states_of            names of the state
-factors_of, factor_infos, factor_elements          states with less than a number per element (Adafactor)
+factors_of, factor_infos, factor_elements          states with less than a number per element
 peak_rate, default_decay                           learning rate and weight decay: the keys', or a user's optimizer's
 read_record                                        states of a user's optimizer, from a checkpoint
-evaluating, evaluated_weights, GRADIENT_POINT      weights of evaluation (schedule-free)
-AdamW8bit, table_bytes, step_bytes                 8-bit AdamW; Adafactor's temporaries: for planner and verify
-find_homes, iteration_flops, matrices_of, batch_size   the same, for Muon
+evaluating, evaluated_weights, GRADIENT_POINT      weights of evaluation, where they are an average
+BlockCodec, table_bytes                            8-bit states: for planner and verify
+step_bytes, find_homes, iteration_flops, matrices_of, batch_size   temporaries and work of a step on whole weights
 """
 
-from meshwright.optimizer.choice import ShardLayout as ShardLayout
 from meshwright.optimizer.choice import saved_states_of as saved_states_of
 from meshwright.optimizer.choice import states_of as states_of
 from meshwright.optimizer.eight_bit import SMALLEST as SMALLEST
-from meshwright.optimizer.eight_bit import AdamW8bit as AdamW8bit
+from meshwright.optimizer.eight_bit import BlockCodec as BlockCodec
 from meshwright.optimizer.eight_bit import table_bytes as table_bytes
 from meshwright.optimizer.factored import factor_elements as factor_elements
 from meshwright.optimizer.factored import factor_infos as factor_infos
 from meshwright.optimizer.factored import step_bytes as step_bytes
+from meshwright.optimizer.layout import ShardLayout as ShardLayout
 from meshwright.optimizer.loss_scale import MAX_SCALE as MAX_SCALE
 from meshwright.optimizer.loss_scale import LossScale as LossScale
 from meshwright.optimizer.loss_scale import can_fall as can_fall

@@ -1,112 +1,102 @@
-"""Optimizers by ``optimizer.name``: construction of the torch optimizer over flat shards, and names of its states."""
+"""Optimizers by ``optimizer.name``: construction over flat shards, and names of their states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.config import Optimizer
-from meshwright.mesh.comm import Group
-from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.factored import COLUMNS, ROWS, SQUARES, ShardedAdafactor
+from meshwright.optimizer.adamw import FlatAdamW
+from meshwright.optimizer.codecs import NUMBERS, StateCodec
+from meshwright.optimizer.eight_bit import BlockCodec
+from meshwright.optimizer.factored import ShardedAdafactor
+from meshwright.optimizer.layout import Shards
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.optimizer.matrix import ShardedMuon
-from meshwright.optimizer.matrix_plan import MatrixShard
 from meshwright.optimizer.own import build_own
-from meshwright.optimizer.own_defaults import peak_rate
 from meshwright.optimizer.own_trial import element_states
-from meshwright.optimizer.rounded import RoundedAdamW, ShardPlace
-from meshwright.optimizer.schedule_free import GRADIENT_POINT, ShardedScheduleFree
+from meshwright.optimizer.rounded import RoundedCodec
+from meshwright.optimizer.schedule_free import ShardedScheduleFree
+from meshwright.optimizer.sgd import FlatSGD
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATES = {
-    "adamw": MOMENTS,
-    "adamw8bit": MOMENTS,
-    "sgd": ("momentum",),
-    "muon": (*MOMENTS, "momentum"),
-    "lion": ("exp_avg",),
-    "schedule_free_adamw": ("exp_avg_sq", "z"),
-    "adafactor": (),
+Groups = list[dict[str, Any]]
+NO_SHARDS = Shards({})
+BUILDERS: dict[str, Callable[[Groups, Optimizer, Shards], torch.optim.Optimizer]] = {
+    "adamw": FlatAdamW.build,
+    "adamw8bit": FlatAdamW.build,
+    "sgd": FlatSGD.build,
+    "muon": ShardedMuon.build,
+    "lion": ShardedLion.build,
+    "schedule_free_adamw": ShardedScheduleFree.build,
+    "adafactor": ShardedAdafactor,
 }
-"""Optimizer name -> names of its states with one number per element, as in checkpoints."""
-IN_TORCH = {"momentum": "momentum_buffer"}
-"""Name of a state in checkpoints -> its name in torch, where they differ."""
+"""Name -> function of (parameter groups, keys, shards) that returns the optimizer, which is also a
+:class:`~meshwright.optimizer.shard_states.ShardStates`.
+"""
+
+CODECS: dict[str, Callable[[Optimizer, Shards], StateCodec]] = {
+    "float32": lambda keys, shards: NUMBERS,
+    "bfloat16": lambda keys, shards: RoundedCodec(shards.of("place")),
+    "8bit": lambda keys, shards: BlockCodec(keys.block_size),
+}
+"""Format -> function of (keys, shards) that returns its codec."""
 
 
-class ShardLayout(NamedTuple):
-    """Layout of the weights in a flat shard, for optimizers whose updates depend on indices or on whole weights."""
+def build_optimizer(groups: Groups, keys: Optimizer, shards: Shards) -> torch.optim.Optimizer:
+    """Build the configured optimizer, built-in or the user's.
 
-    place: ShardPlace | None = None
-    """Position of the shard in its bucket (bfloat16 states, Adafactor)."""
-    matrices: MatrixShard | None = None
-    """Matrices of the shard (Muon)."""
-    holders: Group | None = None
-    """Ranks with parts of the shard's weights (Adafactor)."""
-    tied: Group | None = None
-    """Ranks with copies of the shard's weight if it is tied across stages (Adafactor)."""
+    Args:
+        groups: torch parameter groups, each with "lr", "in_blocks" (its states may be stored in
+            blocks) and the fields of GroupSettings (parameters.py).
+    """
+    if keys.builder is not None:
+        element_states(keys)  # raises for an optimizer that is not element-wise
+        own = [{name: group[name] for name in group if name != "in_blocks"} for group in groups]
+        return build_own(own, keys)
+    codec = codec_of(keys, shards)
+    filled = []
+    for group in groups:
+        is_stored_so = group["in_blocks"] or not keys.has_blocks
+        filled.append(
+            {
+                **group,
+                "betas": keys.betas,
+                "eps": keys.eps * group["eps_factor"],
+                "codec": codec if is_stored_so else NUMBERS,
+            }
+        )
+    return BUILDERS[keys.name](filled, keys, shards)
+
+
+def codec_of(keys: Optimizer, shards: Shards = NO_SHARDS) -> StateCodec:
+    """Return the codec of the states that can have one besides :data:`~.codecs.NUMBERS`.
+
+    ``shards``: needed to encode, not to count bytes.
+    """
+    return CODECS[keys.state_format](keys, shards)
 
 
 def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the optimizer's states; with ``is_matrix`` those of weights that are matrices, or are not."""
+    """Return the names of the optimizer's states;
+    with ``is_matrix`` those of weights that are matrices, or are not.
+    """
     if config.builder is not None:
         return element_states(config).names
-    if config.name == "muon" and is_matrix is not None:
-        return ("momentum",) if is_matrix else MOMENTS
-    return STATES[config.name] if config.name != "sgd" or config.momentum else ()
+    states = config.spec.matrix_states if is_matrix else config.states
+    if is_matrix is None:
+        states += config.spec.matrix_states
+    return tuple(state.name for state in states)
 
 
 def saved_states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the states in a checkpoint: those of :func:`states_of`, and ``y`` of schedule-free AdamW.
+    """Return the names of the states in a checkpoint: those of :func:`states_of`,
+    and what else the optimizer has there.
 
-    ``is_matrix``: see there; None also returns Adafactor's states.
+    ``is_matrix``: see there; None also returns states with less than one number per element.
     """
     names = states_of(config, is_matrix=is_matrix)
-    if config.builder is None and config.name == "adafactor" and is_matrix is None:
-        return (ROWS, COLUMNS, SQUARES)
-    return (*names, GRADIENT_POINT) if config.builder is None and config.name == "schedule_free_adamw" else names
-
-
-def state_dtype(config: Optimizer, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states beside master weights of ``dtype``."""
-    return torch.bfloat16 if config.state_dtype == "bfloat16" else dtype
-
-
-def build_optimizer(
-    groups: list[dict[str, Any]],
-    config: Optimizer,
-    allocate: Callable[[int, torch.dtype], Tensor] | None,
-    layouts: Mapping[Tensor, ShardLayout],
-) -> torch.optim.Optimizer:
-    """Build the configured torch optimizer.
-
-    Args:
-        groups: torch parameter groups, each with "lr", "eight_bit" and the fields of GroupSettings (parameters.py).
-        allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: on the device of the weights.
-        layouts: parameter, which is a flat shard -> its layout.
-    """
-    if config.builder is not None:
-        element_states(config)  # raises for an optimizer that is not element-wise
-        return build_own(groups, config)
-    places = {parameter: layout.place for parameter, layout in layouts.items() if layout.place is not None}
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=True)
-    groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
-    if config.name == "adamw8bit":
-        return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
-    if config.name == "muon":
-        matrices = {parameter: layout.matrices for parameter, layout in layouts.items() if layout.matrices is not None}
-        return ShardedMuon(groups, matrices, config)
-    if config.name == "adafactor":
-        holders = {parameter: layout.holders for parameter, layout in layouts.items() if layout.holders is not None}
-        tied = {parameter: layout.tied for parameter, layout in layouts.items() if layout.tied is not None}
-        return ShardedAdafactor(groups, config, places, holders, tied)
-    if config.name == "lion":
-        return ShardedLion(groups, config.betas)
-    if config.name == "schedule_free_adamw":
-        return ShardedScheduleFree(groups, config)
-    if config.state_dtype == "bfloat16":
-        return RoundedAdamW(groups, config.betas, places)
-    return torch.optim.AdamW(groups, betas=config.betas, fused=True)
+    if config.spec.unit == "parameter" and is_matrix is not None:
+        return names
+    return (*names, *config.spec.saved_only)

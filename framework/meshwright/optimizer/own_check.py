@@ -1,20 +1,22 @@
 """Checks of a user's optimizer while it trains: on the real shards, at steps long after its trial.
 
-In a checked step a small part of each shard, cut anywhere, is copied with its gradient and its states. After the step a
-new optimizer takes over the copies, as after a checkpoint on another layout, and steps them, as matrices. Weights and
-states must then be those of the shard. So what begins after a warm-up is seen: updates that are not element-wise any
-more, rules by the dims of a parameter, random numbers, and state that no checkpoint holds.
+In a checked step a small part of each shard, cut anywhere, is copied with its gradient and its
+states. After the step a new optimizer takes over the copies, as after a checkpoint on another
+layout, and steps them, as matrices. Weights and states must then be those of the shard. So what
+begins after a warm-up is seen: updates that are not element-wise any more, rules by the dims of a
+parameter, random numbers, and state that no checkpoint holds.
 
-Checked are the steps 1, 2, 4, 8, ..., each step that is saved, and the first one after a save and after a start. All
-ranks check the same steps, exchange what they found, and raise the same error.
+Checked are the steps 1, 2, 4, 8, ..., each step that is saved, and the first one after a save and
+after a start. All ranks check the same steps, exchange what they found, and raise the same error.
 
-The copies are also stepped with gradients changed by the root of the dtype's eps (3.5e-4 in float32), because rounding
-may decide an update. So a difference below about 5e-4 of an update in float32 is not seen.
+The copies are also stepped with gradients changed by the root of the dtype's eps (3.5e-4 in
+float32), because rounding may decide an update. So a difference below about 5e-4 of an update in
+float32 is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +35,13 @@ from meshwright.optimizer.own_trial import (
     reads_dims,
     states_after,
 )
+from meshwright.optimizer.shard_states import ShardStates
 from meshwright.seeding import kept_generators
 
 ROWS, PART = 8, 96
-"""Rows and elements of a shard's part that is stepped again; small shards have fewer, so that they are cut as well."""
+"""Rows and elements of a shard's part that is stepped again; small shards have fewer,
+so that they are cut as well.
+"""
 
 
 class _Part(NamedTuple):
@@ -52,7 +57,9 @@ class _Part(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """Values of a shard's part before and after a step, and after the step of its copy by a new optimizer."""
+    """Values of a shard's part before and after a step,
+    and after the step of its copy by a new optimizer.
+    """
 
     what: str
     shard: int
@@ -63,7 +70,9 @@ class _Value(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """Values of a shard's part after a step, and the lowest and highest ones that a new optimizer may give."""
+    """Values of a shard's part after a step,
+    and the lowest and highest ones that a new optimizer may give.
+    """
 
     what: str
     shard: int
@@ -73,7 +82,7 @@ class _Compared(NamedTuple):
     high: Tensor
 
 
-class OwnCheck:
+class OwnCheck(ShardStates):
     """States and checks of the user's optimizer on one rank."""
 
     def __init__(
@@ -88,27 +97,59 @@ class OwnCheck:
 
         Args:
             parameters: flat shards, by index.
-            name_of: function of a shard's index and an element's that returns the name of the element's parameter.
+            name_of: function of a shard's index and an element's that returns the name of the
+                element's parameter.
         """
-        self.inner, self.groups, self.parameters, self.config = inner, groups, parameters, config
+        self.inner = inner
+        self.groups = groups
+        self.parameters = parameters
+        self.config = config
         self.name_of = name_of
         self.states: OwnStates | None = None
-        """States of every parameter, as all ranks agreed on them last, or as a checkpoint had them. None: not yet."""
+        """States of every parameter, as all ranks agreed on them last, or as a checkpoint had them.
+        None: not yet.
+        """
         self.is_enabled = True
         """False in a dry run, whose tensors have no values."""
         self._is_requested = True
         self._is_due = False
         self._step, self._rate = 0, 0.0
         self._problem: ConfigError | None = None
-        self._values, self._numbers = group_values(inner), numbers_beside(inner)
+        self._values = group_values(inner)
+        self._numbers = numbers_beside(inner)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors in the state of every parameter; before any step those of the trial."""
+        """Names of the tensors in the state of every parameter;
+        before any step those of the trial.
+        """
         return element_states(self.config).names if self.states is None else self.states.names
 
+    def names_of(self, shard: Tensor) -> tuple[str, ...]:
+        return self.names
+
+    def read(self, shard: Tensor) -> dict[str, Tensor]:
+        state = self.inner.state.get(shard, {})
+        missing = [name for name in self.names if state.get(name) is None]
+        if state and missing:  # without any state no step was taken
+            raise KeyError(
+                f"{type(self.inner).__name__} has states {sorted(state)}, and none for {missing}"
+            )
+        return {
+            name: torch.zeros_like(shard) if name in missing else state[name].to(shard.dtype)
+            for name in self.names
+        }
+
+    def restore(self, shard: Tensor, states: Mapping[str, Tensor], steps: int) -> None:
+        """Set the states; those of step 0 are left to the optimizer itself."""
+        if steps:
+            tensors = {name: states[name].to(shard.dtype) for name in self.names}
+            self.inner.state[shard] = self.states_at(steps).fill(tensors, shard.device)
+
     def states_at(self, steps: int) -> OwnStates:
-        """Return the states of a checkpoint after ``steps`` steps; one without a record of them has counters alone."""
+        """Return the states of a checkpoint after ``steps`` steps;
+        one without a record of them has counters alone.
+        """
         return states_after(self.config, steps) if self.states is None else self.states
 
     def request_check(self) -> None:
@@ -118,7 +159,9 @@ class OwnCheck:
     def begin_step(self, step: int, learning_rate: float) -> None:
         """Set whether this step is checked. ``step``: from 1."""
         self._is_due = self.is_enabled and (self._is_requested or step & (step - 1) == 0)
-        self._step, self._rate, self._is_requested = step, learning_rate, False
+        self._step = step
+        self._rate = learning_rate
+        self._is_requested = False
 
     def copy(self, indices: Sequence[int]) -> list[_Part]:
         """Copy the parts of these shards that this step is compared on; their gradients are set."""
@@ -142,7 +185,9 @@ class OwnCheck:
         states = find_states(state, parameter)
         tensors = {name: state[name].detach()[start:stop].clone() for name in states.names}
         weights = parameter.detach()[start:stop].clone()
-        return _Part(index, start, stop, weights, gradient.detach()[start:stop].clone(), states, tensors)
+        return _Part(
+            index, start, stop, weights, gradient.detach()[start:stop].clone(), states, tensors
+        )
 
     def compare(self, parts: Sequence[_Part]) -> None:
         """Step the parts by a new optimizer and compare; called after the step of their shards."""
@@ -158,37 +203,52 @@ class OwnCheck:
         except ConfigError as error:
             self._record(error)
 
-    def _find_difference(self, parts: Sequence[_Part], *, as_matrix: bool) -> tuple[_Compared, int] | None:
-        """Step copies of the parts again; return the first values that differ, and which of them does first."""
-        one, *others = [self._step_again(parts, sign, as_matrix) for sign in (0.0, -1.0, 1.0)]
-        compared = [_bounds(*each) for each in zip(one, *others, strict=True)]
-        masks = [_is_outside(each) for each in compared]
+    def _find_difference(
+        self, parts: Sequence[_Part], *, as_matrix: bool
+    ) -> tuple[_Compared, int] | None:
+        """Step copies of the parts again; return the first values that differ,
+        and which of them does first.
+        """
+        exact, lower, upper = (
+            self._step_again(parts, sign, as_matrix) for sign in (0.0, -1.0, 1.0)
+        )
+        compared = [_bounds(*same) for same in zip(exact, lower, upper, strict=True)]
+        masks = [_is_outside(values) for values in compared]
+        # one wait for the device where all are equal
         if not bool(torch.stack([mask.any() for mask in masks]).any()):
             return None
-        each, mask = next((each, mask) for each, mask in zip(compared, masks, strict=True) if bool(mask.any()))
-        return each, int(mask.long().argmax())
+        first = next(index for index, mask in enumerate(masks) if bool(mask.any()))
+        return compared[first], int(masks[first].long().argmax())
 
     def _step_again(self, parts: Sequence[_Part], sign: float, as_matrix: bool) -> list[_Value]:
-        """Step copies of the parts by a new optimizer, and return all values with those of the shards.
+        """Step copies of the parts by a new optimizer,
+        and return all values with those of the shards.
 
-        ``sign``: of a change of the gradients by rounding. Where rounding decides an update, such as the sign of an
-        average that cancels, the values of the three signs differ.
+        ``sign``: of a change of the gradients by rounding. Where rounding decides an update, such
+            as the sign of an average that cancels, the values of the three signs differ.
         """
-        copies = {part.shard: nn.Parameter(_shaped(part.weights.clone(), as_matrix)) for part in parts}
+        copies = {
+            part.shard: nn.Parameter(_shaped(part.weights.clone(), as_matrix)) for part in parts
+        }
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         groups: list[dict[str, Any]] = []
         for group in self.groups:
             indices = [index_of[id(parameter)] for parameter in group["params"]]
-            groups.append({**group, "params": [copies[index] for index in indices if index in copies]})
+            members = [copies[index] for index in indices if index in copies]
+            groups.append({**group, "params": members})
         device = parts[0].weights.device
         with kept_generators([device] if device.type == "cuda" else []):
             again = build_own(groups, self.config)
             set_rate(again, self._rate)
             for part in parts:
                 copy = copies[part.shard]
-                copy.grad = _shaped(part.gradient, as_matrix) * (1.0 + sign * torch.finfo(copy.dtype).eps ** 0.5)
+                change = 1.0 + sign * torch.finfo(copy.dtype).eps ** 0.5
+                copy.grad = _shaped(part.gradient, as_matrix) * change
                 if part.states.names or part.states.numbers:
-                    tensors = {name: _shaped(tensor.clone(), as_matrix) for name, tensor in part.tensors.items()}
+                    tensors = {
+                        name: _shaped(tensor.clone(), as_matrix)
+                        for name, tensor in part.tensors.items()
+                    }
                     again.state[copy] = part.states.fill(tensors, copy.device)
             try:
                 again.step()
@@ -197,9 +257,13 @@ class OwnCheck:
             except BaseException as error:
                 text = f"at step {self._step:,} fails after a resume: {reason_of(error)}"
                 raise not_saved(self.config, text) from error
-        return [value for part in parts for value in self._values_of(part, again, copies[part.shard])]
+        return [
+            value for part in parts for value in self._values_of(part, again, copies[part.shard])
+        ]
 
-    def _values_of(self, part: _Part, again: torch.optim.Optimizer, copy: nn.Parameter) -> list[_Value]:
+    def _values_of(
+        self, part: _Part, again: torch.optim.Optimizer, copy: nn.Parameter
+    ) -> list[_Value]:
         """Return the weights and states of a part and of its copy.
 
         Raises:
@@ -211,44 +275,54 @@ class OwnCheck:
         if states != others:
             raise not_saved(
                 self.config,
-                f"at step {self._step:,} has another state[{_first_difference(states, others)!r}] of "
-                f"{self.name_of(part.shard, part.start)} than after a resume",
+                f"at step {self._step:,} has another state[{_first_difference(states, others)!r}]"
+                f" of {self.name_of(part.shard, part.start)} than after a resume",
             )
-        start, here = part.start, slice(part.start, part.stop)
-        found = [
-            _Value("the weights", part.shard, start, part.weights, parameter.detach()[here], copy.detach().view(-1))
-        ]
+        here = slice(part.start, part.stop)
+        real, copied = parameter.detach()[here], copy.detach().view(-1)
+        values = [_Value("the weights", part.shard, part.start, part.weights, real, copied)]
         for name in states.names:
             before = part.tensors.get(name, torch.zeros_like(part.weights))
             real, copied = state[name].detach()[here], other[name].detach().reshape(-1)
-            found.append(_Value(f"state[{name!r}]", part.shard, start, before, real, copied))
-        return found
+            what = f"state[{name!r}]"
+            values.append(_Value(what, part.shard, part.start, before, real, copied))
+        return values
 
     def _differs(self, each: _Compared, at: int) -> ConfigError:
         name = self.name_of(each.shard, each.start + at)
         real, other = float(each.real[at]), float((each.low[at] + each.high[at]) / 2)
         return ConfigError(
             "MW-OPTIM-010",
-            f"optimizer.builder = {self.config.builder!r}: in step {self._step:,} {each.what} of {name} became "
-            f"{real:.9g}, and {other:.9g} by a new optimizer that went on from the states of a part of the tensor, as "
-            f"a resumed run does. So its numbers depend on the layout, or on when the run was resumed. It must be "
-            f"element-wise in all steps, draw no random numbers, and keep its state in optimizer.state[parameter]. "
-            f"This step is not saved; earlier checkpoints are sound",
+            f"optimizer.builder = {self.config.builder!r}: in step {self._step:,} {each.what} of"
+            f" {name} became {real:.9g}, and {other:.9g} by a new optimizer that went on from the"
+            " states of a part of the tensor, as a resumed run does. So its numbers depend on the"
+            " layout, or on when the run was resumed. It must be element-wise in all steps, draw"
+            " no random numbers, and keep its state in optimizer.state[parameter]. This step is"
+            " not saved; earlier checkpoints are sound",
         )
 
     def _reads_dims(self, each: _Compared, at: int) -> ConfigError:
         name = self.name_of(each.shard, each.start + at)
-        return reads_dims(self.config, f"in step {self._step:,}, on {name}, gives other updates for a matrix")
+        return reads_dims(
+            self.config, f"in step {self._step:,}, on {name}, gives other updates for a matrix"
+        )
 
     def _check_beside(self) -> None:
-        """Record numbers in the parameter groups or in attributes that have changed since the start."""
+        """Record numbers in the parameter groups or in attributes
+        that have changed since the start.
+        """
         for before, after in zip(self._values, group_values(self.inner), strict=True):
             changed = sorted(k for k in after if k not in before or is_changed(before[k], after[k]))
             if changed:
-                text = f"at step {self._step:,} keeps {', '.join(changed)} in its parameter groups, not per element"
+                text = (
+                    f"at step {self._step:,} keeps {', '.join(changed)} in its parameter groups,"
+                    " not per element"
+                )
                 self._record(not_saved(self.config, text))
         now = numbers_beside(self.inner)
-        changed = sorted(n for n in now if n not in self._numbers or is_changed(self._numbers[n], now[n]))
+        changed = sorted(
+            n for n in now if n not in self._numbers or is_changed(self._numbers[n], now[n])
+        )
         if changed:
             text = f"at step {self._step:,} counts in its attribute {', '.join(changed)}"
             self._record(not_saved(self.config, text))
@@ -263,13 +337,15 @@ class OwnCheck:
             self.agree(world, added)
 
     def agree(self, world: Group, added: Collection[str]) -> OwnStates:
-        """Find the states that exist, set :attr:`states`, and return them. Collective over all ranks; blocks.
+        """Find the states that exist, set :attr:`states`, and return them.
+        Collective over all ranks; blocks.
 
         Args:
             added: names of callbacks' states.
 
         Raises:
-            ConfigError: on every rank; a check has failed, or the parameters do not all have the same states.
+            ConfigError: on every rank; a check has failed, or the parameters do not all have the
+                same states.
         """
         found: list[list[Any]] = []
         if self._step:
@@ -298,8 +374,9 @@ class OwnCheck:
         name = _first_difference(_of_record(one[0]), _of_record(other[0]))
         return not_saved(
             self.config,
-            f"at step {self._step:,} has another state[{name!r}] of {other[1]} than of {one[1]}: a state must begin "
-            f"for all parameters in the same step, and a number must be the same for all",
+            f"at step {self._step:,} has another state[{name!r}] of {other[1]} than of {one[1]}: a"
+            " state must begin for all parameters in the same step, and a number must be the same"
+            " for all",
         )
 
 
@@ -312,20 +389,25 @@ def _first_difference(one: OwnStates, other: OwnStates) -> str:
     """Return the name of the first state that only one has, or whose number differs."""
     names = sorted(set(one.names) ^ set(other.names))
     numbers = sorted(
-        name for name in {*one.numbers, *other.numbers} if one.numbers.get(name) != other.numbers.get(name)
+        name
+        for name in {*one.numbers, *other.numbers}
+        if one.numbers.get(name) != other.numbers.get(name)
     )
     return next(iter([*names, *numbers]))
 
 
 def _shaped(flat: Tensor, as_matrix: bool) -> Tensor:
-    """Return a part as a matrix of :data:`ROWS` rows, or of one where they do not divide it; or as it is."""
+    """Return a part as a matrix of :data:`ROWS` rows, or of one where they do not divide it;
+    or as it is.
+    """
     return flat.view(ROWS if flat.numel() % ROWS == 0 else 1, -1) if as_matrix else flat
 
 
 def _bounds(*same: _Value) -> _Compared:
     """Return values of a part after a step (m,), and the bounds on them from its copies.
 
-    The bounds allow for another order of rounding: a kernel may treat the ends of a tensor otherwise than its middle.
+    The bounds allow for another order of rounding: a kernel may treat the ends of a tensor
+    otherwise than its middle.
     """
     what, shard, start, before, real, _ = same[0]
     eps = torch.finfo(real.dtype).eps

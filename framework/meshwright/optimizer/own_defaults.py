@@ -1,8 +1,9 @@
 """Peak learning rate and weight decay of a run: the keys', or those of the user's own optimizer.
 
-A key that is not set must not overrule ``optimizer.builder``, whether the value stands in ``optimizer.options``, in the
-code of the builder or among its default arguments. So the builder is asked once: what it returns for a group without
-"lr", or without "weight_decay", has its own value there.
+A key that is not set must not overrule ``optimizer.builder``, whether the value stands in
+``optimizer.options``, in the code of the builder or among its default arguments. So the builder is
+asked once: what it returns for a group without "lr", or without "weight_decay", has its own value
+there.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ def peak_rate(config: Optimizer) -> float:
     if config.min_learning_rate is not None and config.min_learning_rate > rate:
         raise ConfigError(
             "MW-OPTIM-011",
-            f"optimizer.min_learning_rate = {config.min_learning_rate:g} is above {rate:g}, the learning rate of "
-            f"optimizer.builder = {config.builder!r}: lower it, or set optimizer.learning_rate",
+            f"optimizer.min_learning_rate = {config.min_learning_rate:g} is above {rate:g}, the"
+            f" learning rate of optimizer.builder = {config.builder!r}: lower it, or set"
+            " optimizer.learning_rate",
         )
     return rate
 
 
 def default_decay(config: Optimizer) -> float:
-    """Return the weight decay of parameters that decay and have none of their own in ``model.parameter_groups``."""
+    """Return the weight decay of parameters that decay and have none of their own
+    in ``model.parameter_groups``.
+    """
     if config.weight_decay is not None:
         return config.weight_decay
     decay = _builder_value(config, DECAY, positive=False)
@@ -64,13 +68,20 @@ def _builder_value(config: Optimizer, field: str, *, positive: bool) -> float | 
 
 @cache
 def _own_value(builder: str, options: str, field: str) -> float | None:
-    given: dict[str, Any] = {**GroupSettings()._asdict(), RATE: 1e-3, DECAY: 0.0, "eight_bit": False}
+    given: dict[str, Any] = {
+        **GroupSettings()._asdict(),
+        RATE: 1e-3,
+        DECAY: 0.0,
+    }
     asked: Mapping[str, Any] = {name: value for name, value in given.items() if name != field}
     function = find_function(builder, "optimizer.builder", WANTED, ConfigError)
     try:
-        made = function([{"params": [nn.Parameter(torch.zeros(2))], **asked}], **json.loads(options))
+        made = function(
+            [{"params": [nn.Parameter(torch.zeros(2))], **asked}], **json.loads(options)
+        )
         value = made.param_groups[0].get(field)
-    except (Exception, SystemExit):  # it reads the field itself, or fails always, which its trial reports
+    except (Exception, SystemExit):
+        # it reads the field itself, or fails always, which its trial reports
         return None
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()

@@ -1,4 +1,6 @@
-"""State of a user's optimizer in the form that checkpoints hold: names of tensors, and values of numbers."""
+"""State of a user's optimizer in the form that checkpoints hold: names of tensors,
+and values of numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from torch import Tensor
 _RESERVED = ("weights", "master")
 """Names in a checkpoint that no optimizer state can have: those of the weights."""
 _PLAIN: dict[str, type] = {"bool": bool, "int": int, "float": float}
-_TENSORS = {"float64": torch.float64, "float32": torch.float32, "int64": torch.int64, "int32": torch.int32}
+_TENSORS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in _TENSORS.items()}
 MAX_STATES = 64
 """Bound on the number of states of an optimizer."""
@@ -34,7 +41,9 @@ class StateNumber(NamedTuple):
 
 
 class OwnStates(NamedTuple):
-    """State of each parameter of a user's optimizer: the same names and numbers for all parameters."""
+    """State of each parameter of a user's optimizer:
+    the same names and numbers for all parameters.
+    """
 
     names: tuple[str, ...] = ()
     """Tensors with one number per element, sorted."""
@@ -46,7 +55,10 @@ class OwnStates(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """Return the states as JSON, for the manifest of a checkpoint."""
-        return {"tensors": list(self.names), "numbers": {name: list(each) for name, each in self.numbers.items()}}
+        return {
+            "tensors": list(self.names),
+            "numbers": {name: list(each) for name, each in self.numbers.items()},
+        }
 
 
 class UnknownStateError(Exception):
@@ -59,10 +71,12 @@ def is_state_name(name: str) -> bool:
 
 
 def find_states(state: Mapping[Any, Any], parameter: Tensor) -> OwnStates:
-    """Return the states that exist of a parameter. Reads the values of numbers, so it waits for the device.
+    """Return the states that exist of a parameter. Reads the values of numbers,
+    so it waits for the device.
 
     Raises:
-        UnknownStateError: one is neither a tensor like the parameter nor a number, or its name cannot be saved.
+        UnknownStateError: one is neither a tensor like the parameter nor a number, or its name
+            cannot be saved.
     """
     names, numbers = [], {}
     for name, value in state.items():
@@ -70,20 +84,29 @@ def find_states(state: Mapping[Any, Any], parameter: Tensor) -> OwnStates:
             continue
         if not isinstance(name, str) or not is_state_name(name):
             raise UnknownStateError(f"keeps state[{name!r}]: a checkpoint cannot have this name")
-        is_tensor = isinstance(value, Tensor)
-        if is_tensor and value.shape == parameter.shape and value.dtype == parameter.dtype and value.dim() > 0:
+        if isinstance(value, Tensor) and value.dim() > 0 and _is_alike(value, parameter):
             names.append(name)
         elif (number := _number(value)) is not None:
             numbers[name] = number
         else:
-            raise UnknownStateError(f"keeps state[{name!r}], {_describe(value)}: neither a number per element nor one")
+            raise UnknownStateError(
+                f"keeps state[{name!r}], {_describe(value)}: neither a number per element nor one"
+            )
     if len(names) + len(numbers) > MAX_STATES:
-        raise UnknownStateError(f"keeps {len(names) + len(numbers)} states per parameter: at most {MAX_STATES}")
+        raise UnknownStateError(
+            f"keeps {len(names) + len(numbers)} states per parameter: at most {MAX_STATES}"
+        )
     return OwnStates(tuple(sorted(names)), {name: numbers[name] for name in sorted(numbers)})
 
 
+def _is_alike(state: Tensor, parameter: Tensor) -> bool:
+    return state.shape == parameter.shape and state.dtype == parameter.dtype
+
+
 def _number(value: Any) -> StateNumber | None:
-    """Return a finite Python number, or a tensor without dims, as a :class:`StateNumber`; None for anything else."""
+    """Return a finite Python number, or a tensor without dims, as a :class:`StateNumber`;
+    None for anything else.
+    """
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if value.dim() or value.dtype not in _DTYPE_NAMES:
@@ -91,7 +114,8 @@ def _number(value: Any) -> StateNumber | None:
         kind, value = _DTYPE_NAMES[value.dtype], value.item()
     elif kind not in _PLAIN or type(value) is not _PLAIN[kind]:
         return None
-    return StateNumber(kind, value) if abs(value) < 2**63 or (kind == "float" and math.isfinite(value)) else None
+    is_sound = abs(value) < 2**63 or (kind == "float" and math.isfinite(value))
+    return StateNumber(kind, value) if is_sound else None
 
 
 def _describe(value: Any) -> str:
@@ -109,12 +133,20 @@ def read_record(record: Any) -> OwnStates:
     if not isinstance(record, dict) or set(record) != {"tensors", "numbers"}:
         raise ValueError("a table of tensors and numbers is needed")
     names, numbers = record["tensors"], record["numbers"]
-    if not isinstance(names, list) or not isinstance(numbers, dict) or len(names) + len(numbers) > MAX_STATES:
+    if (
+        not isinstance(names, list)
+        or not isinstance(numbers, dict)
+        or len(names) + len(numbers) > MAX_STATES
+    ):
         raise ValueError("a list of tensors, and a table of numbers, are needed")
     every = [*names, *numbers]
-    if len(set(map(str, every))) != len(every) or not all(isinstance(n, str) and is_state_name(n) for n in every):
+    if len(set(map(str, every))) != len(every) or not all(
+        isinstance(n, str) and is_state_name(n) for n in every
+    ):
         raise ValueError("each state needs a name of its own")
-    return OwnStates(tuple(sorted(names)), {name: _read_number(name, numbers[name]) for name in sorted(numbers)})
+    return OwnStates(
+        tuple(sorted(names)), {name: _read_number(name, numbers[name]) for name in sorted(numbers)}
+    )
 
 
 def _read_number(name: str, found: Any) -> StateNumber:

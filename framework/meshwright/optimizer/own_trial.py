@@ -7,9 +7,10 @@
     shaped     the same numbers as a matrix, and with three dims: rules for matrices alone never see one in a flat shard
     resumed    before every step a new optimizer takes over weights and states, as after a checkpoint
 
-All must give the same weights. Each takes 64 steps, so that most of what begins after a warm-up has begun; and three
-steps on larger tensors, so that most rules for large matrices apply. What begins later is caught by own_check.py.
-LAMB, Adafactor, Muon and Shampoo, whose updates use whole tensors, are refused.
+All must give the same weights. Each takes 64 steps, so that most of what begins after a warm-up has
+begun; and three steps on larger tensors, so that most rules for large matrices apply. What begins
+later is caught by own_check.py. LAMB, Adafactor, Muon and Shampoo, whose updates use whole tensors,
+are refused.
 """
 
 from __future__ import annotations
@@ -51,13 +52,15 @@ _LARGE = _Size(3, 160 * 144, 300, ((160, 144), (160, 12, 3, 4)))
 
 
 def element_states(config: Optimizer) -> OwnStates:
-    """Return the states of ``optimizer.builder``'s optimizer after its trial, which runs once per process.
+    """Return the states of ``optimizer.builder``'s optimizer after its trial,
+    which runs once per process.
 
     Raises:
         ConfigError: it is not element-wise, or a checkpoint could not hold its state.
     """
     assert config.builder is not None
-    peak_rate(config), default_decay(config)  # cached here: a dry run asks for them among fake tensors
+    # cached here: a dry run asks for them among fake tensors
+    peak_rate(config), default_decay(config)
     return _element_states(config.builder, json.dumps(config.options, sort_keys=True))
 
 
@@ -65,7 +68,9 @@ def states_after(config: Optimizer, steps: int) -> OwnStates:
     """Return the states of the trial, with the numbers that counted its steps at ``steps``."""
     found = element_states(config)
     counters = {name: each for name, each in found.numbers.items() if each.value == _LONG.steps}
-    return OwnStates(found.names, {name: each._replace(value=steps) for name, each in counters.items()})
+    return OwnStates(
+        found.names, {name: each._replace(value=steps) for name, each in counters.items()}
+    )
 
 
 @cache
@@ -83,28 +88,39 @@ def _try(config: Optimizer, size: _Size) -> OwnStates:
     Raises:
         ConfigError: for the first trial whose weights differ.
     """
-    flat, cut = [(size.elements,)], [(size.cut,), (size.elements - size.cut,)]
+    flat = [(size.elements,)]
+    cut = [(size.cut,), (size.elements - size.cut,)]
     first = _Trial(config, size, flat)
     whole = first.run(seed=0)
     if not _are_close(whole, _Trial(config, size, flat).run(seed=1)):
         why = (
-            "gives other updates in a second run with the same gradients: it draws random numbers, or counts elsewhere"
+            "gives other updates in a second run with the same gradients: it draws random numbers,"
+            " or counts elsewhere"
         )
         raise not_element_wise(config, why)
     apart = _Trial(config, size, cut)
-    if not _are_close(whole, apart.run(one_by_one=True)) or not _are_close(whole, _Trial(config, size, cut).run()):
+    one_by_one = apart.run(one_by_one=True)
+    together = _Trial(config, size, cut).run()
+    if not _are_close(whole, one_by_one) or not _are_close(whole, together):
         raise not_element_wise(config, "gives other updates when a tensor is cut in two")
     for order in ((0, 1), (1, 0)):
         if not _are_close(whole, _Trial(config, size, cut, order).run()):
-            raise not_element_wise(config, "gives other updates when parameter groups come in another order")
+            raise not_element_wise(
+                config, "gives other updates when parameter groups come in another order"
+            )
     for shape in size.shapes:
         if not _are_close(whole, _Trial(config, size, [shape]).run()):
-            raise reads_dims(config, f"gives other updates for a tensor of {'x'.join(map(str, shape))}")
+            raise reads_dims(
+                config, f"gives other updates for a tensor of {'x'.join(map(str, shape))}"
+            )
     if not _are_close(whole, _Trial(config, size, flat).run(resumed=True)):
         raise not_saved(config, "gives other updates after a resume: it keeps state elsewhere")
-    if first.states().numbers != apart.states().numbers:
-        changed = sorted(dict(set(first.states().numbers.items()) ^ set(apart.states().numbers.items())))
-        raise not_saved(config, f"keeps state[{changed[0]!r}], a number that depends on how a tensor is cut")
+    numbers, numbers_apart = first.states().numbers, apart.states().numbers
+    if numbers != numbers_apart:
+        changed = sorted(dict(set(numbers.items()) ^ set(numbers_apart.items())))
+        raise not_saved(
+            config, f"keeps state[{changed[0]!r}], a number that depends on how a tensor is cut"
+        )
     return first.states()
 
 
@@ -118,7 +134,9 @@ class _Trial:
         shapes: Sequence[tuple[int, ...]],
         order: Sequence[int] | None = None,
     ) -> None:
-        """Build the optimizer. ``order``: the tensors of each parameter group; None: one group of all tensors."""
+        """Build the optimizer. ``order``: the tensors of each parameter group; None:
+        one group of all tensors.
+        """
         self.config, self.size = config, size
         self.counts = [math.prod(shape) for shape in shapes]
         generator = torch.Generator().manual_seed(0)
@@ -126,14 +144,23 @@ class _Trial:
         self.gradients = draw[1:] * torch.logspace(-3, 3, size.elements, dtype=torch.float64)
         parts = zip(torch.split(draw[0], self.counts), shapes, strict=True)
         self.parameters = [nn.Parameter(part.clone().view(shape)) for part, shape in parts]
-        self.members = [self.parameters] if order is None else [[self.parameters[index]] for index in order]
+        self.members = [self.parameters]
+        if order is not None:
+            self.members = [[self.parameters[index]] for index in order]
         self.inner = self._build()
 
     def _build(self) -> torch.optim.Optimizer:
         """Return a new optimizer of the parameters."""
-        same = {"lr": _RATE, "weight_decay": _DECAY, "rate_factor": 1.0, "eps_factor": 1.0, "eight_bit": False}
+        same = {
+            "lr": _RATE,
+            "weight_decay": _DECAY,
+            "rate_factor": 1.0,
+            "eps_factor": 1.0,
+            "eight_bit": False,
+        }
         inner = build_own([{"params": list(each), **same} for each in self.members], self.config)
-        self.groups, self.attributes = group_values(inner), numbers_beside(inner)
+        self.groups = group_values(inner)
+        self.attributes = numbers_beside(inner)
         return inner
 
     def run(self, *, seed: int = 0, one_by_one: bool = False, resumed: bool = False) -> Tensor:
@@ -145,7 +172,8 @@ class _Trial:
             resumed: continue with a new optimizer before every step.
         """
         set_generators(seed)
-        turns = [[index] for index in range(len(self.counts))] if one_by_one else [list(range(len(self.counts)))]
+        every = list(range(len(self.counts)))
+        turns = [[index] for index in every] if one_by_one else [every]
         for step, gradient in enumerate(self.gradients):
             if resumed and step:
                 self._resume()
@@ -153,7 +181,8 @@ class _Trial:
             parts = torch.split(gradient, self.counts)
             for turn in turns:
                 for index in turn:
-                    self.parameters[index].grad = parts[index].clone().view_as(self.parameters[index])
+                    parameter = self.parameters[index]
+                    parameter.grad = parts[index].clone().view_as(parameter)
                 self._step(step)
         self._check_beside()
         return torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
@@ -164,20 +193,28 @@ class _Trial:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            kind = "flat tensor" if self.parameters[0].dim() == 1 else f"tensor {tuple(self.parameters[0].shape)}"
+            shape = tuple(self.parameters[0].shape)
+            kind = "flat tensor" if len(shape) == 1 else f"tensor {shape}"
             text = f"failed in step {step + 1} on a {kind}{error_place(error)}: {reason_of(error)}"
             raise unfit(self.config, text) from error
         for parameter in self.parameters:
             parameter.grad = None
 
     def _check_beside(self) -> None:
-        """Refuse numbers in the parameter groups or in the optimizer itself that the steps have changed."""
+        """Refuse numbers in the parameter groups or in the optimizer itself
+        that the steps have changed.
+        """
         for before, after in zip(self.groups, group_values(self.inner), strict=True):
             changed = sorted(k for k in after if k not in before or is_changed(before[k], after[k]))
             if changed:
-                raise not_saved(self.config, f"keeps {', '.join(changed)} in its parameter groups, not per element")
+                raise not_saved(
+                    self.config,
+                    f"keeps {', '.join(changed)} in its parameter groups, not per element",
+                )
         now = numbers_beside(self.inner)
-        changed = sorted(n for n in now if n not in self.attributes or is_changed(self.attributes[n], now[n]))
+        changed = sorted(
+            n for n in now if n not in self.attributes or is_changed(self.attributes[n], now[n])
+        )
         if changed:
             raise not_saved(self.config, f"counts in its attribute {', '.join(changed)}")
 
@@ -202,19 +239,28 @@ class _Trial:
 
 
 def group_values(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the values of each parameter group but its parameters and learning rate; copies of tensors and arrays."""
-    return [{k: _copied(v) for k, v in group.items() if k not in ("params", "lr")} for group in inner.param_groups]
+    """Return the values of each parameter group but its parameters and learning rate;
+    copies of tensors and arrays.
+    """
+    return [
+        {k: _copied(v) for k, v in group.items() if k not in ("params", "lr")}
+        for group in inner.param_groups
+    ]
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor or an array, which a step may change in place; anything else unchanged."""
+    """Return a copy of a tensor or an array, which a step may change in place;
+    anything else unchanged.
+    """
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def is_changed(before: Any, after: Any) -> bool:
-    """Return whether a value is another than before. A list or table that was changed in place is not: a cache."""
+    """Return whether a value is another than before.
+    A list or table that was changed in place is not: a cache.
+    """
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape != after.shape or not torch.equal(before, after)
     if isinstance(before, np.ndarray) and isinstance(after, np.ndarray):
@@ -223,7 +269,9 @@ def is_changed(before: Any, after: Any) -> bool:
 
 
 def numbers_beside(inner: Any, prefix: str = "", depth: int = 3) -> dict[str, Any]:
-    """Return the numbers in attributes of an optimizer, and of the objects that it holds, by name; not torch's own."""
+    """Return the numbers in attributes of an optimizer, and of the objects that it holds, by name;
+    not torch's own.
+    """
     found: dict[str, Any] = {}
     for name, value in vars(inner).items() if hasattr(inner, "__dict__") else ():
         if not prefix and name in _TORCHS:
@@ -242,7 +290,9 @@ _FOREIGN = "torch", "builtins", "collections", "numpy"
 """Modules whose objects in an attribute are not searched."""
 _LARGEST = 2**16
 """Most elements of a tensor in an attribute that is compared."""
-_TORCHS = frozenset({"defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured", "_step_count"})
+_TORCHS = frozenset(
+    {"defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured", "_step_count"}
+)
 """Attributes of torch's optimizers."""
 
 
@@ -251,11 +301,14 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
 
 
 def reads_dims(config: Optimizer, what: str) -> ConfigError:
-    """Return the error of an optimizer that treats a parameter by its dims. ``what``: it does so, when and where."""
+    """Return the error of an optimizer that treats a parameter by its dims. ``what``: it does so,
+    when and where.
+    """
     return ConfigError(
         "MW-OPTIM-009",
-        f"optimizer.builder = {config.builder!r} {what} than for the same numbers in a flat tensor: a rule of it reads "
-        f"the dims, the shape or the size of a parameter. Shards are flat, so the rule would not apply: decide by the "
-        f'"weight_decay" of the group, which is 0 for vectors, by groups of model.parameter_groups, or choose '
-        f'optimizer.name = "muon" or "adafactor" for rules of whole matrices',
+        f"optimizer.builder = {config.builder!r} {what} than for the same numbers in a flat tensor:"
+        " a rule of it reads the dims, the shape or the size of a parameter. Shards are flat, so"
+        ' the rule would not apply: decide by the "weight_decay" of the group, which is 0 for'
+        " vectors, by groups of model.parameter_groups, or choose optimizer.name ="
+        ' "muon" or "adafactor" for rules of whole matrices',
     )

@@ -1,36 +1,34 @@
-"""AdamW with its states in bfloat16, rounded stochastically: 4 instead of 8 bytes per element.
+"""States in bfloat16, rounded stochastically: 2 instead of 4 bytes per number.
 
-    widen     state.to(float32)           update in float32 by torch's formula
+    widen     state.to(float32)           the optimizer's update, in float32
     round     bits of float32 + r, r uniform in 0 .. 2^16 - 1, then the lower 16 bits are dropped
 
-Rounded to nearest, a second moment would stop changing: with beta2 = 0.999 a step changes it by about a thousandth, and
-neighbouring bfloat16 numbers differ by 1/256 to 1/128. Stochastic rounding is unbiased.
+Rounded to nearest, a second moment would stop changing: with beta2 = 0.999 a step changes it by
+about a thousandth, and neighbouring bfloat16 numbers differ by 1/256 to 1/128. Stochastic rounding
+is unbiased.
 
-NOTE [random bits of an element]: r is a pure function of (seed, step, parameter name, index of the element in the whole
-parameter), as dropout masks are. Every layout draws the same bits, wherever it cuts, and so does a resumed run.
+NOTE [random bits of an element]: r is a pure function of (seed, step, parameter name, index of the
+element in the whole parameter), as dropout masks are. Every layout draws the same bits, wherever it
+cuts, and so does a resumed run.
 
     key  = BLAKE2b-64(seed, "rounding", name, step)[63 bits]        step counts from 0
     bits = mix(index * GOLDEN + key)                                mix: splitmix64's finaliser
-    r    = bits 0 .. 15 for exp_avg, bits 16 .. 31 for exp_avg_sq
+    r    = bits 0 .. 15 for the optimizer's first state, bits 16 .. 31 for the second, ..
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels import device_kind
-from meshwright.optimizer.pieces import ParameterwiseOptimizer
+from meshwright.config.optimizers import Form
+from meshwright.optimizer.codecs import Allocate, Piece, StateCodec, memory_beside
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import derive, drawn_bits
-
-TOGETHER = {"cpu": 2**18, "cuda": 2**24}
-"""Elements updated at a time, by device; each needs about 40 bytes of temporaries."""
-STATES = ("exp_avg", "exp_avg_sq")
 
 
 class ShardPlace(NamedTuple):
@@ -43,26 +41,33 @@ class ShardPlace(NamedTuple):
     seed: int
 
     def bits(self, start: int, stop: int, step: int, device: torch.device) -> Tensor:
-        """Return random bits of elements [start, stop) of the shard, (stop - start,) int64; zero in padding."""
-        found = torch.zeros(stop - start, dtype=torch.int64, device=device)
+        """Return random bits of elements [start, stop) of the shard, (stop - start,) int64;
+        zero in padding.
+        """
+        bits = torch.zeros(stop - start, dtype=torch.int64, device=device)
         low, high = self.offset + start, self.offset + stop
         for info, first in self.slots:
             begin, end = max(first, low), min(first + math.prod(info.local_shape), high)
             if begin < end:
-                positions = whole_positions(info, torch.arange(begin - first, end - first, device=device))
+                local = torch.arange(begin - first, end - first, device=device)
                 key = derive(self.seed, "rounding", info.name, step)
-                found[begin - low : end - low] = drawn_bits(key, positions)
-        return found
+                bits[begin - low : end - low] = drawn_bits(key, whole_positions(info, local))
+        return bits
 
 
 def whole_positions(info: ParameterInfo, positions: Tensor) -> Tensor:
-    """Map flat row-major positions in this rank's slice of a parameter to those in the whole parameter, int64."""
+    """Map flat row-major positions in this rank's slice of a parameter to those
+    in the whole parameter, int64.
+    """
     if info.slice is None:
         return positions
-    dim, padded, ranges = info.slice.dim, info.slice.padded, info.slice.ranges
+    dim = info.slice.dim
+    padded = info.slice.padded
+    ranges = info.slice.ranges
     inner = math.prod(info.global_shape[dim + 1 :])
     outer, rest = positions // (padded * inner), positions % (padded * inner)
-    shift, at = torch.full_like(rest, ranges[0][0] * inner), 0
+    shift = torch.full_like(rest, ranges[0][0] * inner)
+    at = 0
     for start, stop in ranges:
         if at:
             shift = torch.where(rest >= at * inner, (start - at) * inner, shift)
@@ -79,33 +84,42 @@ def round_stochastically(wide: Tensor, random: Tensor) -> Tensor:
     return ((bits + (random & 0xFFFF).to(torch.int32)) & -65536).view(torch.float32).bfloat16()
 
 
-class RoundedAdamW(ParameterwiseOptimizer):
-    """AdamW with both moments in bfloat16."""
+class RoundedCodec(StateCodec):
+    """States in bfloat16, rounded stochastically; the numbers are in the dtype of the weights."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], betas: tuple[float, float], places: Mapping[Tensor, ShardPlace]
-    ) -> None:
-        """Build the optimizer. ``groups``: each with "lr", "weight_decay", "eps". ``places``: parameter -> place."""
-        super().__init__(groups, {"betas": betas})
+    together: Mapping[str, int] = {
+        "cpu": 2**18,
+        "cuda": 2**24,
+    }  # about 40 bytes of temporaries each
+
+    def __init__(self, places: Mapping[Tensor, ShardPlace]) -> None:
+        """Build the codec. ``places``: shard -> its place."""
         self._places = places
 
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, rate, (beta1, beta2), step = self.state[parameter], group["lr"], group["betas"], 0
-        if state:
-            step = state["step"]
-        else:
-            state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in STATES}
-        state["step"] = step + 1
-        size, largest_root = rate / (1 - beta1 ** (step + 1)), (1 - beta2 ** (step + 1)) ** 0.5
-        together = TOGETHER.get(device_kind(parameter), TOGETHER["cpu"])
-        for start in range(0, parameter.numel(), together):
-            part = slice(start, min(start + together, parameter.numel()))
-            weights, gradients = parameter.view(-1)[part], gradient.view(-1)[part]
-            first, second = (state[name].view(-1)[part] for name in STATES)
-            mean = first.to(weights.dtype).lerp_(gradients, 1 - beta1)
-            square = second.to(weights.dtype).mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-            bits = self._places[parameter].bits(part.start, part.stop, step, weights.device)
-            first.copy_(round_stochastically(mean, bits))
-            second.copy_(round_stochastically(square, bits >> 16))
-            weights.mul_(1 - rate * group["weight_decay"])
-            weights.addcdiv_(mean, square.sqrt_().div_(largest_root).add_(group["eps"]), value=-size)
+    def pieces(self, shard: Tensor, step: int) -> Iterator[Piece]:
+        """Yield the pieces of a shard with their random bits."""
+        place = self._places[shard]
+        for piece in super().pieces(shard, step):
+            bits = place.bits(piece.start, piece.stop, step, shard.device)
+            yield piece._replace(bits=bits)
+
+    def allocate(self, shard: Tensor, allocate: Allocate | None) -> Tensor:
+        """Return zeros in bfloat16."""
+        return memory_beside(shard, allocate)(shard.numel(), torch.bfloat16)
+
+    def decode(self, stored: Tensor, piece: Piece, form: Form, dtype: torch.dtype) -> Tensor:
+        """Return the numbers, widened."""
+        return piece.of(stored).to(dtype)
+
+    def encode(self, numbers: Tensor, stored: Tensor, piece: Piece, form: Form, index: int) -> None:
+        """Round the numbers, each state with 16 bits of its own."""
+        assert piece.bits is not None
+        piece.of(stored).copy_(round_stochastically(numbers, piece.bits >> 16 * index))
+
+    def load(self, numbers: Tensor, stored: Tensor, form: Form) -> None:
+        """Round the numbers to nearest."""
+        stored.copy_(numbers)
+
+    def bytes_per_element(self, itemsize: int) -> float:
+        """Return the bytes of a bfloat16."""
+        return torch.bfloat16.itemsize

@@ -1,4 +1,6 @@
-"""Parts of one rank (:mod:`.rank`), and the protocol of observers, called between steps (:mod:`.observer`)."""
+"""Parts of one rank (:mod:`.rank`), and the protocol of observers,
+called between steps (:mod:`.observer`).
+"""
 
 from meshwright.parts.observer import Observer as Observer
 from meshwright.parts.observer import StepEvent as StepEvent

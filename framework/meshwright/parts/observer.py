@@ -1,4 +1,6 @@
-"""Protocol of observers, callbacks of the training loop between steps, and :class:`StepEvent`, their view of a step."""
+"""Protocol of observers, callbacks of the training loop between steps, and :class:`StepEvent`,
+their view of a step.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,14 @@ class Observer:
     """
 
     def setup(self, parts: Parts) -> None:
-        """Run once, when the parts are built and before a checkpoint is loaded; add states here (``add_state``)."""
+        """Run once, when the parts are built and before a checkpoint is loaded;
+        add states here (``add_state``).
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state to save with each checkpoint: plain JSON, the same on every rank. Called after each step."""
+        """Return the state to save with each checkpoint: plain JSON, the same on every rank.
+        Called after each step.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -63,10 +69,14 @@ class Observer:
         """Run before each step."""
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Run after each step; raise to end the run. Weights may be in an all-gather: see ``wait_for_weights``."""
+        """Run after each step; raise to end the run. Weights may be in an all-gather:
+        see ``wait_for_weights``.
+        """
 
     def after_training(self, parts: Parts) -> None:
         """Run once, after the last step and the last ``after_step``."""
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """Run when an error ends training, perhaps on this rank alone: communicate only if all ranks raise it."""
+        """Run when an error ends training, perhaps on this rank alone:
+        communicate only if all ranks raise it.
+        """

@@ -12,34 +12,43 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig, batch_numbers
-from meshwright.data.sources import AnySource, Source, validation_steps
-from meshwright.data_parallel.replica import Replica
-from meshwright.mesh.mesh import Mesh
+from meshwright.config.batch import validation_steps
 from meshwright.model.buffers import StepState
 from meshwright.optimizer import LossScale, add_state
-from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import DTYPES
-from meshwright.pipeline.executor import Executor, RowResult
 from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
-STOP, ENOUGH, SAVE_DUE, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "enough", "save_due", "not_written", "files_lost")
-"""Flags of a step, each set if any rank sets it: a signal to end the run, a callback's request to end it, a checkpoint
-that is due by the clock, an unwritten checkpoint, lost run files."""
+if TYPE_CHECKING:  # a step needs the parts, not how they are planned and built
+    from meshwright.blueprint import Blueprint
+    from meshwright.data.sources import AnySource, Source
+    from meshwright.data_parallel.replica import Replica
+    from meshwright.mesh.mesh import Mesh
+    from meshwright.optimizer.flat import FlatOptimizer
+    from meshwright.pipeline.executor import Executor, RowResult
+
+STOP = "stop"  # a signal to end the run
+ENOUGH = "enough"  # a callback's request to end it
+SAVE_DUE = "save_due"  # a checkpoint is due by the clock
+NOT_WRITTEN = "not_written"  # a checkpoint could not be written
+FILES_LOST = "files_lost"  # the run's files are gone
+FLAGS = (STOP, ENOUGH, SAVE_DUE, NOT_WRITTEN, FILES_LOST)
+"""Flags of a step, each set if any rank sets it."""
 
 
-def is_saved(config: RunConfig, step: int, flags: Collection[str]) -> bool:
-    """Return whether a checkpoint is due after a step. ``flags``: those that some rank has raised in it."""
-    every = config.checkpoint.every
+def is_saved(step: int, flags: Collection[str], *, every: int, last: int) -> bool:
+    """Return whether a checkpoint is due after a step in which some rank raised these flags.
+
+    ``every``: ``checkpoint.every``; ``last``: ``train.steps``.
+    """
     is_raised = any(flag in flags for flag in (STOP, ENOUGH, SAVE_DUE, FILES_LOST))
-    return is_raised or step == config.train.steps or (every > 0 and step % every == 0)
+    return is_raised or step == last or (every > 0 and step % every == 0)
 
 
 @dataclass
@@ -74,19 +83,22 @@ class ForwardParts:
     """Seconds of the current step that went into reading samples."""
 
     def feeds(self, source: Source, batches: Iterable[int]) -> Iterator[StepFeed]:
-        """Return the feeds of these global batches of a source; ``batches``: their numbers, from 0."""
-        size = batch_numbers(self.config).global_batch
+        """Return the feeds of these global batches of a source; ``batches``: their numbers,
+        from 0.
+        """
+        size = batch_numbers(self.config.batch).global_batch
         return (StepFeed(self, source, batch * size) for batch in batches)
 
 
 @dataclass
 class StepFeed:
-    """The micro-batches of one step for this replica, on this rank's device: as many as the executor's schedule has.
+    """The micro-batches of one step for this replica, on this rank's device:
+    as many as the executor's schedule has.
 
-    NOTE [sample indices]: a step trains on global_batch consecutive sample indices from samples_seen on. Micro-batch m
-    of replica dp_rank is the block of micro_batch_size indices that starts at samples_seen + (dp_rank x chunks + m) x
-    micro_batch_size. This formula is nowhere else. Sources are read by index, so the layout does not matter, and a
-    resume needs one number.
+    NOTE [sample indices]: a step trains on global_batch consecutive sample indices from
+    samples_seen on. Micro-batch m of data-parallel rank dp_rank is the block of micro_batch_size
+    indices that starts at samples_seen + (dp_rank x chunks + m) x micro_batch_size. This formula is nowhere
+    else. Sources are read by index, so the layout does not matter, and a resume needs one number.
     """
 
     parts: ForwardParts
@@ -95,22 +107,30 @@ class StepFeed:
 
     def indices(self, m: int) -> range:
         """Return the sample indices of micro-batch ``m``: see NOTE [sample indices]."""
-        micro_batch_size, chunks = self.parts.config.batch.micro_batch_size, self.parts.executor.schedule.chunks
+        micro_batch_size = self.parts.config.batch.micro_batch_size
+        # of this step's batch: take_step sets the schedule first, in a batch-size ramp
+        chunks = self.parts.executor.schedule.chunks
         assert micro_batch_size is not None
         assert 0 <= m < chunks, (m, chunks)
         first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
         return range(first, first + micro_batch_size)
 
     def microbatch(self, m: int) -> Microbatch:
-        """Read micro-batch ``m`` and begin its copy to the device; add the seconds to the parts' ``data_s``."""
+        """Read micro-batch ``m`` and begin its copy to the device;
+        add the seconds to the parts' ``data_s``.
+        """
         parts, device = self.parts, self.parts.mesh.device
         start_s = time.perf_counter()
         samples = self.source.read(self.indices(m))
         parts.data_s += time.perf_counter() - start_s
-        dtype, cut = DTYPES[parts.config.train.dtype], parts.blueprint.cut
+        dtype = DTYPES[parts.config.train.dtype]
+        # Every cp rank reads whole samples, because positions and document starts count over all
+        # of a sample. Its labels are cut here, its inputs in the model (context_parallel/plan.py).
+        cut = parts.blueprint.cut
         tokens = cut.tokens_of(samples[0], device)
         inputs, labels = (tree_map(parts.mesh.to_device, part) for part in samples)
-        labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))  # the loss is computed in float32
+        # the loss is computed in float32
+        labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))
         labels = cut.take_labels(labels, tokens)
         return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m), tokens)
 
@@ -128,58 +148,88 @@ class Parts(ForwardParts):
     optimizer: FlatOptimizer
     source: Source
     """Training samples."""
-    validation: Source | None
+    validation: AnySource | None
     data_fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the training data at the start, by name: a resumed run must have the same."""
     state: TrainState = field(default_factory=TrainState)
     last: RowResult | None = None
     """Result of the last step's row: times of its actions, losses, recorded metrics."""
-    flags: dict[str, Callable[[], bool]] = field(default_factory=lambda: dict.fromkeys(FLAGS, lambda: False))
-    """Function of each of FLAGS, called once per step on every rank; :class:`StepStats` has those raised anywhere."""
+    flags: dict[str, Callable[[], bool]] = field(
+        default_factory=lambda: dict.fromkeys(FLAGS, lambda: False)
+    )
+    """Function of each of FLAGS, called once per step on every rank;
+    :class:`StepStats` has those raised anywhere.
+    """
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that layers and the loss recorded in the last validation."""
     written_files: list[Path] = field(default_factory=list)
-    """Files that observers of this rank have written since the last save. They are synced before a checkpoint of the
-    step appears, for example when a resumed run reads them. Used on rank 0: see NOTE [files of a checkpoint]."""
+    """Files that observers of this rank have written since the last save. They are synced before a
+    checkpoint of the step appears, for example when a resumed run reads them. Used on rank 0: see
+    NOTE [files of a checkpoint].
+    """
     restarts: int = 0
     """Number of earlier launches of this run."""
     stop_reason: str | None = None
-    """Reason for which a callback on this rank has asked to end the run; see :meth:`request_stop`."""
+    """Reason for which a callback on this rank has asked to end the run;
+    see :meth:`request_stop`.
+    """
     is_stopped: bool = False
-    """True when the run ends before ``train.steps`` because a callback has asked for it; the same on every rank."""
+    """True when the run ends before ``train.steps`` because a callback has asked for it;
+    the same on every rank.
+    """
     on_gradients: Callable[[Parts, float], None] | None = None
-    """Called in each step when gradients are complete, before clipping: (parts, factor). The gradient of the mean loss
-    is factor x the contents of the buckets."""
+    """Called in each step when gradients are complete, before clipping: (parts, factor). The
+    gradient of the mean loss is factor x the contents of the buckets.
+    """
     on_nonfinite: Callable[[Parts, Feed, StepStats], None] | None = None
-    """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
-    feed, its numbers). It raises, or returns to skip the step. None: the step is skipped."""
+    """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed:
+    (parts, the step's feed, its numbers). It raises, or returns to skip the step. None: the step is
+    skipped.
+    """
 
     step_state: StepState = field(init=False)
     """Buffers of this rank's layers that forward changes."""
 
     def __post_init__(self) -> None:
         """Build the step state."""
-        layers, replica = self.blueprint.model.layers, (self.mesh.replicas.rank, self.mesh.replicas.size)
-        own = [name for stage in self.executor.stages.values() for name in stage.layers._modules]
+        stages = self.executor.stages.values()
+        local_layers = [name for stage in stages for name in stage.layers._modules]
+        replicas = self.mesh.replicas
+        # tp ranks have equal statistics, of which one counts; under sequence parallelism each has
+        # those of its own tokens
         adds = self.mesh.at.tp_rank == 0 or self.config.parallel.sequence
-        self.step_state = StepState(layers, self.blueprint.running, own, replica, adds)
+        self.step_state = StepState(
+            self.blueprint.model.layers,
+            self.blueprint.running,
+            local_layers,
+            (replicas.rank, replicas.size),
+            adds,
+        )
 
     def add_state(self, name: str) -> list[Tensor]:
-        """Add a state of one number per weight; return a flat tensor per shard. For an observer's ``setup``."""
+        """Add a state of one number per weight; return a flat tensor per shard.
+        For an observer's ``setup``.
+        """
         return add_state(self.optimizer, name)
 
     def validation_feeds(self) -> Iterator[StepFeed]:
         """Yield the feeds of one validation."""
-        source, size = self.validation, batch_numbers(self.config).global_batch
-        assert isinstance(source, AnySource)
-        return self.feeds(source, range(validation_steps(source.num_samples, size, self.config.train.validate_steps)))
+        source = self.validation
+        assert source is not None
+        global_batch = batch_numbers(self.config.batch).global_batch
+        at_most = self.config.train.validate_steps
+        num_batches = validation_steps(source.num_samples, global_batch, at_most)
+        return self.feeds(source, range(num_batches))
 
     def running(self) -> dict[str, Tensor]:
-        """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
+        """Return the running buffers of this rank's stages by name, as they are now.
+        Equal on every tp rank.
+        """
         return self.step_state.buffers()
 
     def request_stop(self, reason: str) -> None:
-        """Request to end the run after the next step, with a checkpoint and exit code 0. One rank is enough.
+        """Request to end the run after the next step, with a checkpoint and exit code 0.
+        One rank is enough.
 
         Checkpoints until then hold the request, so that a resumed run ends after the same step.
         """
@@ -197,7 +247,9 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """Idle share of the ranks, 0..1, until the last computation on any rank ends; on CUDA, of the step before."""
+    """Idle share of the ranks, 0..1, until the pipeline rank that computes longest has ended;
+    on CUDA, of the step before.
+    """
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False

@@ -1,1 +1,3 @@
-"""The pipeline axis: layers cut into stages, and an executor that runs one rank's row of a schedule on them."""
+"""The pipeline axis: layers cut into stages,
+and an executor that runs one rank's row of a schedule on them.
+"""

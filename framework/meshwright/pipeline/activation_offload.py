@@ -1,15 +1,18 @@
-"""Activation offload: tensors saved for backward are in host memory between a layer's forward and its backward.
+"""Activation offload: tensors saved for backward are in host memory between a layer's forward
+and its backward.
 
     compute    F a | F b   | F c   | ...  other micro-batches  ... | B c   | B b   | B a
     out            | a out | b out |                                                        device to host
     in                                                     | c in  | b in  | a in  |        host to device
 
-A group is what one layer saves for one micro-batch. Its copy to the host begins when the layer's forward ends, and its
-device memory is released when the next group is complete. In backward each group is prefetched while the group after it
-is in use. The first group of a backward is prefetched during the preceding computation of the schedule. The last group
-of a forward stays on the device if its own backward comes next.
+A group is what one layer saves for one micro-batch. Its copy to the host begins when the layer's
+forward ends, and its device memory is released when the next group is complete. In backward each
+group is prefetched while the group after it is in use. The first group of a backward is prefetched
+during the preceding computation of the schedule. The last group of a forward stays on the device if
+its own backward comes next.
 
-A storage is copied as a whole, once for all views of it. On CPU the copies are synchronous. No numbers change.
+A storage is copied as a whole, once for all views of it. On CPU the copies are synchronous. No
+numbers change.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.config import RunConfig
+from meshwright.config import Pipeline
 from meshwright.model.meter import StorageRegistry
 from meshwright.pipeline.offload_copies import HostCopies, StoredActivation
 from meshwright.pipeline.pointwise import Hooks
@@ -35,7 +38,9 @@ SMALLEST = 1024
 
 
 class _Group:
-    """Storages that one layer has saved for one micro-batch. Only autograd's graph keeps them alive."""
+    """Storages that one layer has saved for one micro-batch.
+    Only autograd's graph keeps them alive.
+    """
 
     def __init__(self, previous: _Group | None) -> None:
         self.previous = previous
@@ -53,7 +58,9 @@ class _Group:
 
 
 class _Slot(NamedTuple):
-    """Record of an offloaded tensor in autograd's graph: its view of a storage, which ``offload`` copies back."""
+    """Record of an offloaded tensor in autograd's graph: its view of a storage,
+    which ``offload`` copies back.
+    """
 
     offload: ActivationOffload
     group: _Group
@@ -65,7 +72,9 @@ class _Slot(NamedTuple):
 
 
 class _Resident(NamedTuple):
-    """A saved tensor that stays on the device, with its version; None for parameters, whose storage may change."""
+    """A saved tensor that stays on the device, with its version; None for parameters,
+    whose storage may change.
+    """
 
     tensor: Tensor
     version: int | None
@@ -78,7 +87,9 @@ class ActivationOffload:
         self._device = device
         self.copies = HostCopies(device)
         self._following: dict[tuple[bool, int, int], tuple[int, int]] = {}
-        """(is backward, stage, micro-batch) -> (stage, micro-batch) of the backward that follows it on this rank."""
+        """(is backward, stage, micro-batch) -> (stage, micro-batch)
+        of the backward that follows it on this rank.
+        """
         self._groups: dict[tuple[int, int], _Group] = {}
         """(stage, micro-batch) -> last group of its forward."""
         self._packing: _Group | None = None
@@ -94,19 +105,31 @@ class ActivationOffload:
 
     def set_schedule(self, schedule: Schedule, pp_rank: int) -> None:
         """Store which backward follows each computation of this rank, for prefetches."""
-        row = [action for _, action in schedule.actions(pp_rank) if action.kind in (Kind.F, Kind.B, Kind.I)]
+        row = [
+            action
+            for _, action in schedule.actions(pp_rank)
+            if action.kind in (Kind.F, Kind.B, Kind.I)
+        ]
         pairs = pairwise(row)
-        self._following = {_key(each): _place(after) for each, after in pairs if after.kind is not Kind.F}
+        self._following = {
+            _key(each): _place(after) for each, after in pairs if after.kind is not Kind.F
+        }
 
-    # ------------------------------------------------------------------------------------------------------- forward
+    # -------------------------------------------------------------------------------------------------------
+    # forward
 
     def begin_forward(self, stage: int, microbatch: int, held: Collection[Tensor]) -> None:
-        """Begin a training forward. ``held``: tensors that stay on the device anyway, and are not copied."""
+        """Begin a training forward. ``held``: tensors that stay on the device anyway,
+        and are not copied.
+        """
         self._copy_pending()
-        self._begun, self._next = (stage, microbatch), self._following.get((False, stage, microbatch))
+        self._begun = (stage, microbatch)
+        self._next = self._following.get((False, stage, microbatch))
         self._held = {tensor.untyped_storage()._cdata: tensor for tensor in held}
         self._storages = StorageRegistry(lambda number: None)
-        self._known: weakref.WeakValueDictionary[int, StoredActivation] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int, StoredActivation] = (
+            weakref.WeakValueDictionary()
+        )
 
     @contextmanager
     def around_layer(self, *, is_last: bool) -> Iterator[None]:
@@ -131,7 +154,9 @@ class ActivationOffload:
             self._copy_out(group)
 
     def hooks(self) -> Hooks | None:
-        """Return the saved-tensor hooks of the layer whose forward is running; None if it is not offloaded."""
+        """Return the saved-tensor hooks of the layer whose forward is running;
+        None if it is not offloaded.
+        """
         return None if self._packing is None else (self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> _Slot | _Resident:
@@ -140,7 +165,8 @@ class ActivationOffload:
         if is_weight(tensor) or not self._is_offloaded(tensor):
             resident = tensor if tensor.is_leaf else tensor.detach()
             return _Resident(resident, None if is_weight(tensor) else tensor._version)
-        tensor = tensor.detach()  # an output refers to its own node: a reference cycle would keep the graph alive
+        # an output refers to its own node: a reference cycle would keep the graph alive
+        tensor = tensor.detach()
         number = self._storages.find(tensor)
         number = self._storages.add(tensor) if number is None else number
         stored = self._known.get(number)
@@ -158,14 +184,18 @@ class ActivationOffload:
             and is_large(tensor)
         )
 
-    # ------------------------------------------------------------------------------------------------------ backward
+    # ------------------------------------------------------------------------------------------------------
+    # backward
 
     def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Begin a backward. The last group of its forward is still on the device if no computation came between."""
+        """Begin a backward. The last group of its forward is still on the device
+        if no computation came between.
+        """
         if self._pending is not None and self._pending[0] == (stage, microbatch):
             self._pending = None
         self._copy_pending()
-        self._begun, self._next = (stage, microbatch), self._following.get((True, stage, microbatch))
+        self._begun = (stage, microbatch)
+        self._next = self._following.get((True, stage, microbatch))
         self._entered = None
 
     def end_backward(self) -> None:
@@ -175,14 +205,20 @@ class ActivationOffload:
         self._entered = None
 
     def take(self, slot: _Slot) -> Tensor:
-        """Return a saved tensor on the device. The current stream waits for its copy, the host does not."""
+        """Return a saved tensor on the device. The current stream waits for its copy,
+        the host does not.
+        """
         stored = slot.stored
         if self._entered is not slot.group:
             self._enter(slot.group)
         if stored.device is None or stored.arrived is not None:
             self._return([stored])
         flat = stored.device
-        if stored.is_stale or flat is None or (stored.host is None and flat._version != stored.version):
+        if (
+            stored.is_stale
+            or flat is None
+            or (stored.host is None and flat._version != stored.version)
+        ):
             raise RuntimeError(_overwritten(slot.size))
         flat = flat if flat.dtype == slot.dtype else flat.view(slot.dtype)
         return flat.as_strided(slot.size, slot.stride, slot.offset)
@@ -206,7 +242,8 @@ class ActivationOffload:
         if group is not None and group is not self._leaving:
             self.copies.post_in(group.members)
 
-    # -------------------------------------------------------------------------------------------------------- copies
+    # --------------------------------------------------------------------------------------------------------
+    # copies
 
     def _copy_pending(self) -> None:
         if self._pending is not None:
@@ -245,15 +282,15 @@ def is_large(tensor: Tensor) -> bool:
     return is_plain and tensor.untyped_storage().nbytes() >= SMALLEST
 
 
-def activation_offload(config: RunConfig, device: torch.device) -> ActivationOffload | None:
+def activation_offload(pipeline: Pipeline, device: torch.device) -> ActivationOffload | None:
     """Return the offload of a rank's saved tensors; None: they stay on the device."""
-    return ActivationOffload(device) if config.pipeline.offload_activations else None
+    return ActivationOffload(device) if pipeline.offload_activations else None
 
 
 def _overwritten(shape: torch.Size) -> str:
     return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"{tuple(shape)} that pipeline.offload_activations covers"
+        "one of the variables needed for gradient computation has been modified by an inplace"
+        f" operation: a tensor {tuple(shape)} that pipeline.offload_activations covers"
     )
 
 

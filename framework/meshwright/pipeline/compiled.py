@@ -13,17 +13,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig
+from meshwright.config import Pipeline, Train
 from meshwright.errors import ConfigError
 from meshwright.system.host import missing_tools
 from meshwright.system.working_folder import why_not_own
 
 
-def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch.device, *, warns: bool) -> None:
-    """Apply torch.compile to each layer where the configuration asks for it. Compiles nothing before the first forward.
+def compile_layers(
+    layers: Iterable[nn.Module],
+    train: Train,
+    pipeline: Pipeline,
+    device: torch.device,
+    *,
+    warns: bool,
+) -> None:
+    """Apply torch.compile to each layer where the configuration asks for it.
+    Compiles nothing before the first forward.
 
-    With ``auto`` a machine that cannot compile for CUDA trains without, with a warning. With ``true`` it fails in the
-    first step, with torch's error.
+    With ``auto`` a machine that cannot compile for CUDA trains without, with a warning. With
+    ``true`` it fails in the first step, with torch's error.
 
     Args:
         warns: this rank gives the warning.
@@ -31,17 +39,18 @@ def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch
     Raises:
         ConfigError: torch's cache of compiled code is another user's.
     """
-    wanted = config.train.compile
+    wanted = train.compile
     if wanted == "auto":
         # parts of a compiled layer cannot be recomputed
-        wanted = device.type == "cuda" and config.pipeline.recompute in ("none", "full")
+        wanted = device.type == "cuda" and pipeline.recompute in ("none", "full")
         missing = missing_tools() if wanted else []
         if missing:
             wanted = False
             if warns:
                 warnings.warn(
-                    f'train.compile = "auto": {" and ".join(missing)} not found, so layers run without '
-                    f"torch.compile and slower; install what is missing, or set train.compile = false",
+                    f'train.compile = "auto": {" and ".join(missing)} not found, so layers run'
+                    " without torch.compile and slower; install what is missing, or set"
+                    " train.compile = false",
                     stacklevel=2,
                 )
     if wanted:
@@ -60,7 +69,8 @@ def default_cache() -> Path:
 
 
 def check_cache() -> None:
-    """Check that torch's cache of compiled code, whose name in /tmp can be guessed, is this user's: it is executed.
+    """Check that torch's cache of compiled code, whose name in /tmp can be guessed, is this user's:
+    it is executed.
 
     A folder that ``TORCHINDUCTOR_CACHE_DIR`` names is the user's choice.
 
@@ -74,6 +84,6 @@ def check_cache() -> None:
     if reason is not None:
         raise ConfigError(
             "MW-PIPELINE-047",
-            f"{folder}, torch's cache of compiled code, {reason}: its code would be executed. Name a folder of your "
-            f"own as TORCHINDUCTOR_CACHE_DIR, or set train.compile = false",
+            f"{folder}, torch's cache of compiled code, {reason}: its code would be executed. Name"
+            " a folder of your own as TORCHINDUCTOR_CACHE_DIR, or set train.compile = false",
         )

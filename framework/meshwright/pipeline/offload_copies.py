@@ -1,7 +1,8 @@
 """Copies of saved storages between device and host memory, on a stream for each direction.
 
-NOTE [copy order]: for both directions, device memory is allocated and freed in the order of the compute stream. A copy
-begins after the compute stream's work so far, and the compute stream waits for it before it uses or frees the memory.
+NOTE [copy order]: for both directions, device memory is allocated and freed in the order of the
+compute stream. A copy begins after the compute stream's work so far, and the compute stream waits
+for it before it uses or frees the memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _ALIGNMENT = 64
 
 
 class HostBlock:
-    """Host memory of storages that are copied together, returned for reuse when the last of them is released."""
+    """Host memory of storages that are copied together,
+    returned for reuse when the last of them is released.
+    """
 
     def __init__(self, memory: Tensor, give_back: Callable[[Tensor], None]) -> None:
         self.memory, self._give_back = memory, give_back
@@ -64,79 +67,92 @@ class HostCopies:
         if device.type == "cuda":
             self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.on_allocate: Callable[[Tensor], object] = lambda memory: None
-        """Function called with each new host tensor, whose bytes are those that torch takes from the host."""
+        """Function called with each new host tensor,
+        whose bytes are those that torch takes from the host.
+        """
         self._free: dict[int, list[Tensor]] = {}
         """Size class in bytes -> host tensors to reuse. Only with CUDA."""
 
     def post_out(self, stored: Sequence[StoredActivation]) -> None:
         """Post the copies of storages to the host. Does not block with CUDA."""
-        leaving = [each for each in stored if each.host is None and each.device is not None]
+        leaving = [saved for saved in stored if saved.host is None and saved.device is not None]
         if not leaving:
             return
-        sizes = [-(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT for each in leaving]
+        sizes = [-(-saved.num_bytes // _ALIGNMENT) * _ALIGNMENT for saved in leaving]
         block, offset = self._host_block(sum(sizes)), 0
         with self._on(self._out):
-            for each, size in zip(leaving, sizes, strict=True):
-                assert each.device is not None
-                each.block = block
-                each.host = block.memory[offset : offset + each.num_bytes].view(each.device.dtype)
-                each.host.copy_(each.device, non_blocking=self._out is not None)
+            for saved, size in zip(leaving, sizes, strict=True):
+                assert saved.device is not None
+                saved.block = block
+                saved.host = block.memory[offset : offset + saved.num_bytes].view(
+                    saved.device.dtype
+                )
+                saved.host.copy_(saved.device, non_blocking=self._out is not None)
                 offset += size
             copied = _recorded(self._out)
-        for each in leaving:
-            each.copied = copied
+        for saved in leaving:
+            saved.copied = copied
 
     def finish_out(self, stored: Sequence[StoredActivation]) -> None:
-        """Release the device memory of storages whose copies are posted. The current stream waits, the host does not.
+        """Release the device memory of storages whose copies are posted. The current stream waits,
+        the host does not.
 
         Later work of the stream may reuse the memory.
         """
-        for each in stored:
-            if each.host is not None:
-                if each.copied is not None and each.device is not None:
-                    torch.cuda.current_stream(self._device).wait_event(each.copied)
-                each.release()
+        for saved in stored:
+            if saved.host is not None:
+                if saved.copied is not None and saved.device is not None:
+                    torch.cuda.current_stream(self._device).wait_event(saved.copied)
+                saved.release()
 
     def post_in(self, stored: Sequence[StoredActivation]) -> None:
-        """Post the copies back of those storages that are on the host alone. Does not block with CUDA."""
-        returning = [each for each in stored if each.device is None and each.host is not None]
+        """Post the copies back of those storages that are on the host alone.
+        Does not block with CUDA.
+        """
+        returning = [saved for saved in stored if saved.device is None and saved.host is not None]
         if not returning:
             return
-        for each in returning:
-            assert each.host is not None
-            each.device = torch.empty_like(each.host, device=self._device)
+        for saved in returning:
+            assert saved.host is not None
+            saved.device = torch.empty_like(saved.host, device=self._device)
         with self._on(self._in):
-            for each in returning:
-                assert each.device is not None and each.host is not None
+            for saved in returning:
+                assert saved.device is not None and saved.host is not None
                 if self._in is not None:
-                    self._in.wait_event(each.copied)
-                each.device.copy_(each.host, non_blocking=self._in is not None)
+                    self._in.wait_event(saved.copied)
+                saved.device.copy_(saved.host, non_blocking=self._in is not None)
             arrived = _recorded(self._in)
-        for each in returning:
-            each.arrived = arrived
+        for saved in returning:
+            saved.arrived = arrived
 
     def finish_in(self, stored: Sequence[StoredActivation]) -> None:
-        """Make the current stream wait until the storages are on the device. The host does not wait."""
-        for each in stored:
-            if each.arrived is not None:
-                torch.cuda.current_stream(self._device).wait_event(each.arrived)
-                each.arrived = None
+        """Make the current stream wait until the storages are on the device.
+        The host does not wait.
+        """
+        for saved in stored:
+            if saved.arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(saved.arrived)
+                saved.arrived = None
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """Enter ``stream``, after it waits for the current stream's work so far; None: stay on the current stream."""
+        """Enter ``stream``, after it waits for the current stream's work so far; None:
+        stay on the current stream.
+        """
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             yield
 
     def _host_block(self, num_bytes: int) -> HostBlock:
-        """Return host memory of at least ``num_bytes``, uint8. With a CUDA device it is pinned, and a power of two.
+        """Return host memory of at least ``num_bytes``, uint8. With a CUDA device it is pinned,
+        and a power of two.
 
-        NOTE [own blocks]: a block is free when autograd has released its tensors. By then the compute stream has
-        waited for their copies back, and each new copy begins after that stream's work: no event has to be polled.
-        Powers of two are the size classes of torch's cache of pinned memory, which takes no fewer bytes for a smaller
-        request. The sizes of exchanged tokens vary, so blocks of exact sizes would seldom be reused. Free blocks stay
+        NOTE [own blocks]: a block is free when autograd has released its tensors. By then the
+        compute stream has waited for their copies back, and each new copy begins after that
+        stream's work: no event has to be polled. Powers of two are the size classes of torch's
+        cache of pinned memory, which takes no fewer bytes for a smaller request. The sizes of
+        exchanged tokens vary, so blocks of exact sizes would seldom be reused. Free blocks stay
         here: torch's cache would keep their memory as well.
         """
         pins = self._out is not None

@@ -1,10 +1,11 @@
-"""Pairs of a schedule: F of one stage and a backward of another. Each runs while messages of the other are in
-flight.
+"""Pairs of a schedule: F of one stage and a backward of another. Each runs while messages of the
+other are in flight.
 
     F a   attention, router | dispatch ..         experts | combine ..      the rest, next block | ...
     B b                     | its own ..  | combine ..    experts | dispatch ..   attention, block before | ...
 
-Layers are not split: a turn ends inside a layer, after it posts an expert all-to-all and before it waits for it.
+Layers are not split: a turn ends inside a layer, after it posts an expert all-to-all and before it
+waits for it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from meshwright.current import CurrentMicrobatch
 from meshwright.mesh.comm import Group
 from meshwright.pipeline.timing import RowTimes
 from meshwright.pipeline.value_store import Computation
-from meshwright.seeding import Draw
 
 
 class Pair(NamedTuple):
@@ -36,18 +37,20 @@ def in_order(forward: Callable[[], None], backward: Callable[[], None], times: R
     backward()
 
 
-def in_turns(ep: Group, draw: Draw) -> RunPair:
-    """Return the function that runs pairs in turns; a turn ends at an all-to-all of the expert group ``ep``.
+def in_turns(ep: Group, current: CurrentMicrobatch) -> RunPair:
+    """Return the function that runs pairs in turns;
+    a turn ends at an all-to-all of the expert group ``ep``.
 
-    A group of one rank, and a dry run, take no turns. ``draw``: samples of the micro-batch, saved and restored in each.
+    A group of one rank, and a dry run, take no turns. ``current``: samples of the micro-batch, saved
+    and restored in each.
     """
     activity = ep.activity
 
     def save() -> Callable[[], None]:
-        saved, what = replace(draw), activity.now[0]
+        saved, what = replace(current), activity.now[0]
 
         def restore() -> None:
-            vars(draw).update(vars(saved))
+            vars(current).update(vars(saved))
             activity.begin(what)
 
         return restore

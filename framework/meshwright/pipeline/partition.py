@@ -1,4 +1,6 @@
-"""Cut of layers into contiguous stages that minimises the cost of the most expensive stage. Pure: no torch."""
+"""Cut of layers into contiguous stages that minimises the cost of the most expensive stage. Pure:
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,24 @@ from meshwright.errors import ConfigError
 
 
 def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> list[range]:
-    """Cut layers into ``num_stages`` contiguous, non-empty runs, so that the largest sum of costs is minimal.
+    """Cut layers into ``num_stages`` contiguous, non-empty runs,
+    so that the largest sum of costs is minimal.
 
-    The result is unique: of equally good cuts it is the one whose last stage takes most layers, and the stages before
-    it are cut by the same rule. A remainder thus goes to late stages, which hold fewer micro-batches in flight.
+    The result is unique: of equally good cuts it is the one whose last stage takes most layers, and
+    the stages before it are cut by the same rule. A remainder thus goes to late stages, which hold
+    fewer micro-batches in flight.
 
         partition([1] * 9, 4)      largest sum 3        0 1 | 2 3 | 4 5 | 6 7 8
 
-    A bound on the most expensive stage is tested by filling stages from the end. The least bound is found by bisection
-    (Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D partitioning"). Costs are exact fractions:
-    equal layers make equal sums in every position, and every rank finds the same cut.
+    A bound on the most expensive stage is tested by filling stages from the end. The least bound is
+    found by bisection (Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D
+    partitioning"). Costs are exact fractions: equal layers make equal sums in every position, and
+    every rank finds the same cut.
 
-    With several stages on a rank (``num_stages = pp x interleave``) the objective is still the most expensive stage.
-    Ranks send and receive stage by stage, and none has more work than ``interleave`` times that stage. This bound is
-    not tight where one layer costs more than an average stage, because its rank has other stages too: docs/balance.md.
+    With several stages on a rank (``num_stages = pp x interleave``) the objective is still the most
+    expensive stage. Ranks send and receive stage by stage, and none has more work than
+    ``interleave`` times that stage. This bound is not tight where one layer costs more than an
+    average stage, because its rank has other stages too: docs/balance.md.
 
     Args:
         costs: cost of each layer, finite, zero or more.
@@ -38,7 +44,8 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
     """
     num_layers = len(costs)
     if num_layers < num_stages:
-        pp, of_rank = num_stages // interleave, f" (pp {num_stages // interleave} x interleave {interleave})"
+        pp = num_stages // interleave
+        of_rank = f" (pp {num_stages // interleave} x interleave {interleave})"
         moves = [f"parallel.pp <= {num_layers // interleave}"] if num_layers >= interleave else []
         fewer = num_layers // pp
         if 1 < fewer < interleave:
@@ -47,8 +54,9 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
             moves.append("a schedule of one stage per rank, such as 1f1b")
         raise ConfigError(
             "MW-PIPELINE-002",
-            f"{num_layers} layers over {num_stages} stages{of_rank if interleave > 1 else ''}: each stage needs a "
-            f"layer of its own. Use {' or '.join(moves) or 'a model of more layers'}",
+            f"{num_layers} layers over {num_stages} stages{of_rank if interleave > 1 else ''}: each"
+            " stage needs a layer of its own. Use"
+            f" {' or '.join(moves) or 'a model of more layers'}",
         )
     total = _running_totals(costs)
     ends, bound = [num_layers], total[-1]
@@ -66,11 +74,14 @@ def _running_totals(costs: Sequence[float]) -> list[int]:
     """
     exact = [Fraction(cost) for cost in costs]
     unit = max((cost.denominator for cost in exact), default=1)
-    return list(accumulate((cost.numerator * (unit // cost.denominator) for cost in exact), initial=0))
+    return list(
+        accumulate((cost.numerator * (unit // cost.denominator) for cost in exact), initial=0)
+    )
 
 
 def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int) -> int:
-    """Return the least stage cost with which ``num_stages`` stages can hold the first ``num_layers`` layers.
+    """Return the least stage cost with which ``num_stages`` stages can hold the first
+    ``num_layers`` layers.
 
     ``known``: an upper bound of the result.
     """
@@ -86,10 +97,11 @@ def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int)
 
 
 def _fill(total: list[int], num_layers: int, num_stages: int, bound: int) -> tuple[bool, int]:
-    """Fill stages up to ``bound`` from the end; return (they reach the first layer, the next bound that matters).
+    """Fill stages up to ``bound`` from the end; return (they reach the first layer,
+    the next bound that matters).
 
-    The next bound is the largest cost of a stage if they do; else the least with which some stage takes one more layer.
-    No layer may cost more than ``bound``.
+    The next bound is the largest cost of a stage if they do; else the least with which some stage
+    takes one more layer. No layer may cost more than ``bound``.
     """
     end, largest, larger = num_layers, 0, total[num_layers]
     for _ in range(num_stages):
@@ -112,7 +124,7 @@ def partition_explicit(layers_per_stage: Sequence[int], num_layers: int) -> list
         text = " + ".join(map(str, layers_per_stage))
         raise ConfigError(
             "MW-PIPELINE-003",
-            f"pipeline.balance = {list(layers_per_stage)}: {text} = {sum(layers_per_stage)}, but the model has "
-            f"{num_layers} layers (embedding and head are layers too)",
+            f"pipeline.balance = {list(layers_per_stage)}: {text} = {sum(layers_per_stage)}, but"
+            f" the model has {num_layers} layers (embedding and head are layers too)",
         )
     return [range(start, stop) for start, stop in pairwise(accumulate(layers_per_stage, initial=0))]

@@ -1,17 +1,19 @@
-"""Activation checkpointing (recompute) by operation: pointwise operations and norms are recomputed, GEMMs never.
+"""Activation checkpointing (recompute) by operation: pointwise operations and norms are recomputed,
+GEMMs never.
 
     forward      x --norm--> n --linear--> h --silu--> a --linear--> y         autograd saves x, n, h, a
     saved        x, (n = norm of x), h, (a = silu of h)                        a recipe in place of n and a
     backward     unpack a: run silu on h; unpack n: run norm on x; products and attention are not run again
 
-A dispatch mode around a layer's forward records how each cheap operation made its output. When the forward ends, each
-saved tensor whose recipe starts from tensors that are saved anyway, or from parameters, is replaced by that recipe. So
-no additional tensor is saved, no Python of the layer runs again, no collective is repeated, and no dropout mask is
-drawn again. The operation is the same on the same numbers: gradients are bitwise equal.
+A dispatch mode around a layer's forward records how each cheap operation made its output. When the
+forward ends, each saved tensor whose recipe starts from tensors that are saved anyway, or from
+parameters, is replaced by that recipe. So no additional tensor is saved, no Python of the layer
+runs again, no collective is repeated, and no dropout mask is drawn again. The operation is the same
+on the same numbers: gradients are bitwise equal.
 
 Korthikanti et al. 2022, section 5, choose by hand what is cheap. torch's selective checkpointing
-(``create_selective_checkpoint_contexts``) chooses by operation as well, but runs the whole layer again around the
-saved products, and saves products that backward does not need.
+(``create_selective_checkpoint_contexts``) chooses by operation as well, but runs the whole layer
+again around the saved products, and saves products that backward does not need.
 """
 
 from __future__ import annotations
@@ -43,16 +45,48 @@ CHEAP = {
         aten.where,
         aten.masked_fill,
     ),
-    *(aten.pow, aten.exp, aten.sqrt, aten.rsqrt, aten.reciprocal, aten.erf, aten.clamp, aten.minimum, aten.maximum),
-    *(aten.silu, aten.gelu, aten.relu, aten.sigmoid, aten.tanh, aten.leaky_relu, aten.elu, aten.softplus, aten.mish),
-    *(aten.hardtanh, aten.hardswish, aten.hardsigmoid, aten.log_sigmoid_forward, aten._to_copy, aten.clone, aten.cat),
+    *(
+        aten.pow,
+        aten.exp,
+        aten.sqrt,
+        aten.rsqrt,
+        aten.reciprocal,
+        aten.erf,
+        aten.clamp,
+        aten.minimum,
+        aten.maximum,
+    ),
+    *(
+        aten.silu,
+        aten.gelu,
+        aten.relu,
+        aten.sigmoid,
+        aten.tanh,
+        aten.leaky_relu,
+        aten.elu,
+        aten.softplus,
+        aten.mish,
+    ),
+    *(
+        aten.hardtanh,
+        aten.hardswish,
+        aten.hardsigmoid,
+        aten.log_sigmoid_forward,
+        aten._to_copy,
+        aten.clone,
+        aten.cat,
+    ),
     *(aten.native_layer_norm, aten._fused_rms_norm),
 }
-"""Operators that are recomputed: limited by memory bandwidth, and functions of their arguments alone."""
+"""Operators that are recomputed: limited by memory bandwidth,
+and functions of their arguments alone.
+"""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """(pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks``."""
 OuterHooks = Callable[[], Hooks | None]
-"""Function called when a layer's forward begins; it returns the hooks for tensors that stay saved, or None."""
+"""Function called when a layer's forward begins; it returns the hooks for tensors that stay saved,
+or None.
+"""
 
 
 class _Place(NamedTuple):
@@ -67,7 +101,9 @@ class _Place(NamedTuple):
     @classmethod
     def of(cls, number: int, tensor: Tensor) -> _Place:
         """Return a tensor's place in its storage."""
-        return cls(number, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return cls(
+            number, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        )
 
     def within(self, tensor: Tensor) -> Tensor:
         """Return the tensor at this place of another tensor's storage."""
@@ -83,27 +119,38 @@ class _Recipe(NamedTuple):
     dtype: torch.dtype
     """Dtype of the tensor, the first of the operation's outputs."""
     source: Tensor | None
-    """Argument of a cast to a wider dtype: it has fewer bytes, and is saved instead of the tensor. Else None."""
+    """Argument of a cast to a wider dtype: it has fewer bytes, and is saved instead of the tensor.
+    Else None.
+    """
 
 
 class _Made:
-    """A tensor that is recomputed when backward needs it: its recipe, with kept or recomputed tensors as arguments."""
+    """A tensor that is recomputed when backward needs it: its recipe,
+    with kept or recomputed tensors as arguments.
+    """
 
     def __init__(self, recipe: _Recipe, arguments: dict[int, _SavedTensor | _Made]) -> None:
         self.recipe, self.arguments = recipe, arguments
         self.dtype = recipe.dtype
         self.num_needed = 0
-        """Number of saved tensors not unpacked yet that are this one, a view of it, or made from it."""
+        """Number of saved tensors not unpacked yet that are this one, a view of it,
+        or made from it.
+        """
         self.value: Tensor | None = None
 
     def take(self) -> Tensor:
         """Return the tensor; keep it until all that need it have taken it."""
         value = self.value
         if value is None:
-            taken = {number: argument.take() for number, argument in self.arguments.items()}
-            at = partial(tree_map_only, _Place, lambda place: place.within(taken[place.number]), is_leaf=_is_place)
-            made = self.recipe.function(*at(self.recipe.args), **at(self.recipe.kwargs))
-            value = made if isinstance(made, Tensor) else made[0]
+            inputs = {number: argument.take() for number, argument in self.arguments.items()}
+            at = partial(
+                tree_map_only,
+                _Place,
+                lambda place: place.within(inputs[place.number]),
+                is_leaf=_is_place,
+            )
+            result = self.recipe.function(*at(self.recipe.args), **at(self.recipe.kwargs))
+            value = result if isinstance(result, Tensor) else result[0]
         self.num_needed -= 1
         self.value = value if self.num_needed > 0 else None
         return value
@@ -129,8 +176,9 @@ class _SavedTensor:
             return self._unpack(self._packed)
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
+                "one of the variables needed for gradient computation has been modified by an"
+                f" inplace operation: {tuple(self.tensor.shape)} is at version"
+                f" {self.tensor._version}; expected version {self.version}"
             )
         return self.tensor
 
@@ -176,7 +224,9 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def around_forward(self, hooks: Hooks | None = None) -> Iterator[None]:
-        """Enter the mode for a forward; at its end replace saved tensors by recipes, save the rest by ``hooks``."""
+        """Enter the mode for a forward; at its end replace saved tensors by recipes,
+        save the rest by ``hooks``.
+        """
         with self, saved_tensors_hooks(self._pack, _Slot.unpack):
             yield
         kept = self._replace()
@@ -190,15 +240,17 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._storages.add(tensor) if number is None else number
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the recipe of a floating-point output with its own storage; a norm's statistics stay saved."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        numbers = {self._number(tensor) for tensor in given}
+        """Record the recipe of a floating-point output with its own storage;
+        a norm's statistics stay saved.
+        """
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        numbers = {self._number(tensor) for tensor in inputs}
         at = partial(tree_map_only, Tensor, self._place)
         is_cast = func._overloadpacket is aten._to_copy
         output = result if isinstance(result, Tensor) else result[0]
         number = self._number(output)
         if output.is_floating_point() and number not in numbers:
-            source = given[0] if is_cast and given[0].itemsize < output.itemsize else None
+            source = inputs[0] if is_cast and inputs[0].itemsize < output.itemsize else None
             self._recipes[number] = _Recipe(func, at(args), at(kwargs), output.dtype, source)
 
     def _place(self, tensor: Tensor) -> Any:
@@ -207,35 +259,44 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Place.of(self._number(tensor), tensor)
 
     def _forget(self, number: int) -> None:
-        """Drop the recipes that an in-place write invalidates: of the storage, and of tensors made from it."""
+        """Drop the recipes that an in-place write invalidates: of the storage,
+        and of tensors made from it.
+        """
         self._recipes.pop(number, None)
         for made in [made for made, recipe in self._recipes.items() if number in _needed(recipe)]:
             del self._recipes[made]
 
     def _pack(self, tensor: Tensor) -> _Slot:
-        # an output refers to its own node: detached, so that no reference cycle keeps the graph alive
+        # an output refers to its own node: detached, so that no reference cycle keeps the graph
+        # alive
         slot = _Slot(tensor if tensor.is_leaf else tensor.detach())
         if not isinstance(tensor, nn.Parameter):
             self._slots.append((self._number(tensor), slot))
         return slot
 
     def _replace(self) -> list[_SavedTensor]:
-        """Replace each saved tensor that can be made from kept ones, first to last; return the kept ones."""
+        """Replace each saved tensor that can be made from kept ones, first to last;
+        return the kept ones.
+        """
         available: dict[int, _SavedTensor | _Made] = {}
         for number, slot in self._slots:
             if number not in self._recipes:
                 available[number] = slot.source
         for number, slot in self._slots:
-            made = self._make(number, available)
-            if made is None:
+            recomputed = self._make(number, available)
+            if recomputed is None:
                 available[number] = slot.source
-            elif isinstance(made, _Made) and slot.source.dtype == made.dtype:
-                slot.replace(number, made)
+            elif isinstance(recomputed, _Made) and slot.source.dtype == recomputed.dtype:
+                slot.replace(number, recomputed)
         sources = [*(slot.source for _, slot in self._slots), *available.values()]
         return [source for source in sources if isinstance(source, _SavedTensor)]
 
-    def _make(self, number: int, available: dict[int, _SavedTensor | _Made]) -> _SavedTensor | _Made | None:
-        """Return the kept tensor with this storage, or how to make it from available ones; None: it cannot be made."""
+    def _make(
+        self, number: int, available: dict[int, _SavedTensor | _Made]
+    ) -> _SavedTensor | _Made | None:
+        """Return the kept tensor with this storage, or how to make it from available ones; None:
+        it cannot be made.
+        """
         if number in available or number not in self._recipes:
             return available.get(number)
         recipe, arguments = self._recipes[number], {}
@@ -261,7 +322,9 @@ def _needed(recipe: _Recipe) -> dict[int, torch.dtype]:
 
 
 def _need(made: _SavedTensor | _Made) -> None:
-    """Count one more use of a recomputed tensor; the first use also counts one of each of its arguments."""
+    """Count one more use of a recomputed tensor;
+    the first use also counts one of each of its arguments.
+    """
     if isinstance(made, _Made):
         made.num_needed += 1
         if made.num_needed == 1:
@@ -270,7 +333,9 @@ def _need(made: _SavedTensor | _Made) -> None:
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation may write into; for a collective all of its arguments."""
+    """Return the tensors that an operation may write into;
+    for a collective all of its arguments.
+    """
     schema = func._schema
     if func.namespace == "c10d":
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -283,8 +348,12 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
-def recompute_pointwise(hooks: OuterHooks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's forward; save no output of a pointwise operation or norm that backward can recompute."""
+def recompute_pointwise(
+    hooks: OuterHooks, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a layer's forward; save no output of a pointwise operation or norm
+    that backward can recompute.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     with PointwiseRecompute().around_forward(hooks()):

@@ -1,13 +1,15 @@
-"""Backward in two halves: input gradients at once (I), weight gradients when the schedule has time for them (W).
+"""Backward in two halves: input gradients at once (I),
+weight gradients when the schedule has time for them (W).
 
     forward     y = x W^T                               under :class:`SplitBackward`, a torch function mode
     I           gx = gy W        defers gy^T x           one pass of autograd over the stage, without weight GEMMs
     W           W.grad += gy^T x                         the deferred gradients, in the order of I
 
-Every call of ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight is split: nn.Linear and
-nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside ``torch.func`` or ``torch.autocast`` are
-not. All other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I already,
-which is correct, but leaves less work to W. Between I and W, x and gy of the deferred gradients are kept.
+Every call of ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight is split:
+nn.Linear and nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside
+``torch.func`` or ``torch.autocast`` are not. All other parameters (a norm's, a convolution's, one
+that is multiplied directly) get their gradient in I already, which is correct, but leaves less work
+to W. Between I and W, x and gy of the deferred gradients are kept.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -52,7 +54,9 @@ class SplitBackward(TorchFunctionMode):
 
     @contextmanager
     def deferring(self) -> Iterator[list[DeferredGradient]]:
-        """Enter a context in which backward defers the weight gradients of linears and embeddings."""
+        """Enter a context in which backward defers the weight gradients of linears
+        and embeddings.
+        """
         assert self._deferred is None, "one backward at a time"
         self._deferred = []
         try:
@@ -70,12 +74,17 @@ class SplitBackward(TorchFunctionMode):
     def released(self, x: Tensor) -> Tensor:
         """Return ``x``, detached while deferring.
 
-        Its history would keep the graph until W, and with it the stage's received input and that input's gradient.
+        Its history would keep the graph until W, and with it the stage's received input and that
+        input's gradient.
         """
         return x if self._deferred is None else x.detach()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
@@ -109,7 +118,9 @@ class SplitBackward(TorchFunctionMode):
     ) -> Tensor:
         whole = max_norm is not None or sparse or torch._C._are_functorch_transforms_active()
         if whole or not _is_trained(weight):
-            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+            return F.embedding(
+                input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+            )
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]
         return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, self)  # type: ignore[no-untyped-call,no-any-return]
@@ -129,52 +140,58 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
-    """Compute the deferred gradients and accumulate each in its parameter by autograd, hooks included. Empties the
-    list.
+    """Compute the deferred gradients and accumulate each in its parameter by autograd, hooks
+    included. Empties the list.
 
-    A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters
-    therefore count correctly.
+    A parameter that was used several times gets the sum in one accumulation. Hooks that count
+    finished parameters therefore count correctly.
     """
     remaining: dict[int, int] = {}
-    for each in deferred:
-        remaining[id(each.parameter)] = remaining.get(id(each.parameter), 0) + 1
+    for use in deferred:
+        remaining[id(use.parameter)] = remaining.get(id(use.parameter), 0) + 1
     sums: dict[int, Tensor] = {}
     while deferred:
         parameter, gradient = deferred.pop(0)
         key = id(parameter)
         total = sums.pop(key, None)
-        found = None
-        own = sum_for(parameter, gradient)
-        if own is not None and isinstance(gradient, WeightProduct):
-            own.add(parameter, gradient)
+        value = None
+        bucket_sum = sum_for(parameter, gradient)
+        if bucket_sum is not None and isinstance(gradient, WeightProduct):
+            bucket_sum.add(parameter, gradient)
         else:
-            found = gradient()
-            total = found if total is None else total.add_(found)
+            value = gradient()
+            total = value if total is None else total.add_(value)
         remaining[key] -= 1
         if remaining[key]:
             if total is not None:
                 sums[key] = total
         elif total is not None:
-            torch.autograd.backward([parameter], [total])  # a leaf: AccumulateGrad and its hooks, nothing else
-        elif own is not None:
-            own.finish(parameter)
-        del gradient, found, total  # frees x and gy
+            # a leaf: AccumulateGrad and its hooks, nothing else
+            torch.autograd.backward([parameter], [total])
+        elif bucket_sum is not None:
+            bucket_sum.finish(parameter)
+        del gradient, value, total  # frees x and gy
 
 
 def _own(output: Tensor) -> Tensor:
     """Return the output without autograd's mark that it is a view.
 
-    ``F.linear`` and ``F.embedding`` return views of their kernels' results. Autograd forbids in-place writes to a view
-    that a custom function returns. ``ReLU(inplace=True)`` after a linear makes such a write.
+    ``F.linear`` and ``F.embedding`` return views of their kernels' results. Autograd forbids
+    in-place writes to a view that a custom function returns. ``ReLU(inplace=True)`` after a linear
+    makes such a write.
     """
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
 class _Linear(torch.autograd.Function):
-    """Linear with deferrable weight gradients: x (..., I), weight (O, I), bias (O) or None -> (..., O), all local."""
+    """Linear with deferrable weight gradients: x (..., I), weight (O, I), bias (O) or None -> (...,
+    O), all local.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: SplitBackward) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: SplitBackward
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.mode = weight, bias, mode
         return _own(F.linear(x, weight, bias))
@@ -182,7 +199,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for gradients in forward
+        # differentiable, for gradients in forward
+        gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
         x = ctx.mode.released(x)
         gw = ctx.mode.defer(ctx.weight, WeightProduct(gy, x))
         gb = None
@@ -192,14 +210,24 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Embedding with a deferrable weight gradient: ids (...) int, weight (V, D) -> (..., D), all local."""
+    """Embedding with a deferrable weight gradient: ids (...) int, weight (V, D) -> (..., D),
+    all local.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, by_frequency: bool, mode: SplitBackward
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None,
+        by_frequency: bool,
+        mode: SplitBackward,
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding_idx, ctx.by_frequency, ctx.mode = weight, padding_idx, by_frequency, mode
+        ctx.weight = weight
+        ctx.padding_idx = padding_idx
+        ctx.by_frequency = by_frequency
+        ctx.mode = mode
         return _own(F.embedding(ids, weight, padding_idx, scale_grad_by_freq=by_frequency))
 
     @staticmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 
+from meshwright.mesh.activity import Activity
 from meshwright.schedule.action import COMPUTE, Action, Kind
 from meshwright.schedule.analysis import Span
 
@@ -42,13 +45,17 @@ class CudaClock:
         return event
 
     def resolve(self, reading: torch.cuda.Event) -> float:
-        """Return the seconds from the start of the row to the event; block until the device has reached it."""
+        """Return the seconds from the start of the row to the event;
+        block until the device has reached it.
+        """
         reading.synchronize()
         return float(self._start.elapsed_time(reading)) / 1e3
 
 
 Clock: TypeAlias = CpuClock | CudaClock
-"""Clock whose readings are resolved to seconds later: on CUDA the device may not have reached them yet."""
+"""Clock whose readings are resolved to seconds later:
+on CUDA the device may not have reached them yet.
+"""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -66,12 +73,16 @@ class RowTimes:
     rank: int
     """Pipeline rank that ran the row."""
     clock: Clock
+    activity: Activity
+    """The rank's present activity, set by each action as it begins."""
     readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
     """Start and end of each action; for a RECV, of the wait for its value."""
     readings_of_data: list[tuple[Any, Any]] = field(default_factory=list)
     """Start and end of each read of samples."""
     waited_s: float = 0.0
-    """Seconds that the host program waited for other ranks, from the start of the row to its STEP."""
+    """Seconds that the host program waited for other ranks,
+    from the start of the row to its STEP.
+    """
     waited_in_reduce_s: float = 0.0
     """Part of ``waited_s`` in REDUCE."""
     waited_in_step_s: float = 0.0
@@ -82,16 +93,29 @@ class RowTimes:
         """True on CUDA, where reading a time may have to wait for the device."""
         return isinstance(self.clock, CudaClock)
 
-    def end(self, action: Action, start: Any) -> None:
-        """Record an action that began at the reading ``start`` and ends now."""
-        self.readings.append((action, start, self.clock.read()))
+    @contextmanager
+    def measure_reading(self) -> Iterator[None]:
+        """Run the block as a read of samples."""
+        start = self.clock.read()
+        self.activity.begin(self.activity.READING_SAMPLES)
+        yield
+        self.readings_of_data.append((start, self.clock.read()))
 
     def separate(self, first: int) -> None:
-        """Divide the time of a pair at the earlier of its two ends. Its readings are among those from ``first`` on."""
-        one, other = (at for at in range(first, len(self.readings)) if self.readings[at][0].kind in COMPUTE)
+        """Divide the time of a pair at the earlier of its two ends.
+        Its readings are among those from ``first`` on.
+        """
+        # in the order in which the two ended; F began first
+        ended_first, ended_last = (
+            index
+            for index in range(first, len(self.readings))
+            if self.readings[index][0].kind in COMPUTE
+        )
         start = next(start for action, start, _ in self.readings[first:] if action.kind is Kind.F)
-        (action, _, middle), (later, _, end) = self.readings[one], self.readings[other]
-        self.readings[one], self.readings[other] = (action, start, middle), (later, middle, end)
+        first_action, _, middle = self.readings[ended_first]
+        last_action, _, end = self.readings[ended_last]
+        self.readings[ended_first] = (first_action, start, middle)
+        self.readings[ended_last] = (last_action, middle, end)
 
     @property
     def start_s(self) -> float:
@@ -102,7 +126,9 @@ class RowTimes:
     def spans(self) -> tuple[Span, ...]:
         """Actions so far, with start and end in seconds from the start of the row."""
         at = self.clock.resolve
-        return tuple(Span(self.rank, action, at(start), at(end)) for action, start, end in self.readings)
+        return tuple(
+            Span(self.rank, action, at(start), at(end)) for action, start, end in self.readings
+        )
 
     @property
     def data(self) -> tuple[tuple[float, float], ...]:
@@ -111,29 +137,64 @@ class RowTimes:
         return tuple((at(start), at(end)) for start, end in self.readings_of_data)
 
     def computing(self) -> tuple[float, float]:
-        """Return (seconds of computation, seconds from the start of the row to the end of the last computation)."""
-        at = self.clock.resolve
-        times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
-        return sum(end - start for start, end in times), max(end for _, end in times)
-
-    def own_s(self) -> float:
-        """Return the seconds before STEP in which this rank did not wait for other ranks: its own work.
-
-        On CUDA the host program rarely waits. There it is the time in which the device computed and samples were read,
-        and it includes waits of collectives for other ranks of the tensor-parallel group.
+        """Return (seconds of computation, seconds from the start of the row to the end
+        of the last computation).
         """
         at = self.clock.resolve
+        spans = [
+            (at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE
+        ]
+        computing_s = sum(end - start for start, end in spans)
+        last_end_s = max(end for _, end in spans)
+        return computing_s, last_end_s
+
+    def own_s(self) -> float:
+        """Return the seconds before STEP in which this rank did not wait for other ranks:
+        its own work.
+
+        On CUDA the host program rarely waits. There it is the time in which the device computed and
+        samples were read, and it includes waits of collectives for other ranks of the
+        tensor-parallel group.
+        """
         if self.is_on_device:
-            return self.computing()[0] + sum(end - start for start, end in self.data)
-        return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
+            computing_s, _ = self.computing()
+            return computing_s + sum(end - start for start, end in self.data)
+        step = next(start for action, start, _ in self.readings if action.kind is Kind.STEP)
+        return self.clock.resolve(step) - self.waited_s
 
     def reducing_s(self) -> float:
         """Return the seconds by which exposed gradient reductions delayed this rank and its STEP.
 
-        Waits in STEP are slack and are subtracted: the rank would have waited there without the reduction. On CUDA they
-        cannot be measured, and all of REDUCE counts.
+        Waits in STEP are slack and are subtracted: the rank would have waited there without the
+        reduction. On CUDA they cannot be measured, and all of REDUCE counts.
         """
         if self.is_on_device:
             at = self.clock.resolve
-            return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
+            return sum(
+                at(end) - at(start)
+                for action, start, end in self.readings
+                if action.kind is Kind.REDUCE
+            )
         return max(self.waited_in_reduce_s - self.waited_in_step_s, 0.0)
+
+
+class TimedAction:
+    """Context in which the rank runs an action: its present activity,
+    and one of ``times.readings`` when it ends without an error.
+
+    A class, because a generator would cost more Python calls for each action.
+    """
+
+    __slots__ = ("_action", "_start", "_times")
+
+    def __init__(self, times: RowTimes, action: Action) -> None:
+        self._times, self._action = times, action
+
+    def __enter__(self) -> None:
+        self._times.activity.begin(self._action)
+        self._start = self._times.clock.read()
+
+    def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
+        if error_type is None:
+            times = self._times
+            times.readings.append((self._action, self._start, times.clock.read()))

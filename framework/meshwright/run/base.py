@@ -1,4 +1,6 @@
-"""Frozen base weights of a run with adapters: their fingerprint in checkpoints, which may omit the weights."""
+"""Frozen base weights of a run with adapters: their fingerprint in checkpoints,
+which may omit the weights.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ from meshwright.parts import Parts
 
 def saves_frozen(parts: Parts) -> bool:
     """Return whether checkpoints of a run hold its frozen weights."""
-    return not leaves_out_base(parts.config)
+    return not leaves_out_base(parts.config.adapter, parts.config.model)
 
 
 def fingerprint(parts: Parts) -> str | None:
-    """Return the fingerprint of the frozen weights; None without adapters. Collective over all ranks; blocks."""
+    """Return the fingerprint of the frozen weights; None without adapters.
+    Collective over all ranks; blocks.
+    """
     return fingerprint_of(_total(parts)) if parts.config.adapter.rank else None
 
 
 def check_resumed(parts: Parts, manifest: Manifest, place: str) -> None:
-    """Compare the frozen weights with those that a checkpoint's adapters were trained on. Collective; blocks.
+    """Compare the frozen weights with those that a checkpoint's adapters were trained on.
+    Collective; blocks.
 
     Raises:
         CheckpointError: on every rank, when they differ.
@@ -37,24 +42,23 @@ def check_resumed(parts: Parts, manifest: Manifest, place: str) -> None:
 
 
 def _total(parts: Parts) -> Tensor:
-    """All-reduce the fingerprint over all ranks: 8 bytes; under ZeRO-3 also all-gather the frozen weights. Blocks."""
+    """All-reduce the fingerprint over all ranks: 8 bytes;
+    under ZeRO-3 also all-gather the frozen weights. Blocks.
+    """
     total = base_sum(_owned(parts)).to(parts.mesh.device)
     parts.mesh.world.all_reduce(total).wait()
     return total
 
 
 def _owned(parts: Parts) -> Iterator[tuple[ParameterInfo, Tensor]]:
-    """Yield the local frozen weights that this rank adds: of ranks with a copy one does. Under ZeRO-3 collective."""
-    mesh = parts.mesh
+    """Yield the local frozen weights that this rank adds: of ranks with a copy one does.
+    Under ZeRO-3 collective over the shard group.
+    """
     for replica in parts.replicas.values():
         for member in replica.frozen:
-            if (
-                mesh.is_first_replica(is_expert=member.info.is_expert)
-                and member.kind.owns(mesh.at.tp_rank)
-                and not is_adapter(member.info.name)
-            ):
+            if member.holders.is_saved and not is_adapter(member.info.name):
                 yield member.info, member.parameter.detach()
         for bucket in replica.frozen_shards:
             weights, ((info, *_), start, stop) = full_weights(bucket), bucket.slots[0]
-            if bucket.sharding.is_first and bucket.kind.owns(mesh.at.tp_rank) and not is_adapter(info.name):
+            if bucket.holders.is_saved and not is_adapter(info.name):
                 yield info, weights[start:stop].view(info.local_shape)

@@ -1,24 +1,28 @@
 """Python's garbage collector, run between steps and on all ranks in the same ones.
 
-Left alone, each rank's collector starts after so many allocations, at its own moment inside of a step, and all others
-wait for that rank. A full collection visits every object of Python's modules, of torch and of the model.
+Left alone, each rank's collector starts after so many allocations, at its own moment inside of a
+step, and all others wait for that rank. A full collection visits every object of Python's modules,
+of torch and of the model.
 """
 
 from __future__ import annotations
 
 import gc
-from types import TracebackType
 
 
 class StepCollector:
-    """Context of a training loop. Collects after the first step and then every ``every`` steps, and never otherwise.
+    """Context of a training loop. Collects after the first step and then every ``every`` steps,
+    and never otherwise.
 
-    What exists after the first step is frozen: later collections skip it. A process that has frozen objects before
-    keeps its own choice, because unfreezing is all or nothing. On exit the collector is as it was before.
+    What exists after the first step is frozen: later collections skip it. A process that has frozen
+    objects before keeps its own choice, because unfreezing is all or nothing. On exit the collector
+    is as it was before.
     """
 
     def __init__(self, every: int) -> None:
-        """Prepare to control this process. ``every``: steps between collections; 0: leave it to Python."""
+        """Prepare to control this process. ``every``: steps between collections; 0:
+        leave it to Python.
+        """
         self._every = every
         self._steps = 0
         self._was_enabled, self._has_frozen = gc.isenabled(), False
@@ -26,7 +30,7 @@ class StepCollector:
     def __enter__(self) -> StepCollector:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._has_frozen:
             gc.unfreeze()
         if self._was_enabled:

@@ -1,4 +1,6 @@
-"""Directories of runs: names of their files, and the search for the run that a command line names. No torch."""
+"""Directories of runs: names of their files, and the search for the run that a command line names.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
-from meshwright.config import RunConfig, given_keys
+from meshwright.config import Run, given_keys
 from meshwright.errors import ConfigError, DataError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, read_text, real_path
 from meshwright.terminal.output import abridge
@@ -30,41 +40,46 @@ RUNS = Path("runs")
 """Default parent directory of runs."""
 
 
-def run_directory(config: RunConfig) -> Path:
+def run_directory(run: Run) -> Path:
     """Return the directory that holds all files of a run."""
-    return Path(config.run.directory) / config.run.name
+    return Path(run.directory) / run.name
 
 
-def check_own_directory(config: RunConfig, directory: Path) -> None:
-    """Check that ``directory``, into which a command writes a run, is the one that its configuration names.
+def check_own_directory(run: Run, directory: Path) -> None:
+    """Check that ``directory``, into which a command writes a run,
+    is the one that its configuration names.
 
     Raises:
-        ConfigError: ``run.name`` or ``run.directory`` names another place, where it would train from fresh weights.
+        ConfigError: ``run.name`` or ``run.directory`` names another place, where it would train
+            from fresh weights.
     """
-    own = run_directory(config)
+    own = run_directory(run)
     if real_path(own) != real_path(directory):
         raise ConfigError(
             "MW-RUN-036",
-            f"the run is written to {directory}, and run.name and run.directory name {own}, where training would not "
-            f"find it: leave them out, or name {own} as the directory to write",
+            f"the run is written to {directory}, and run.name and run.directory name {own}, where"
+            f" training would not find it: leave them out, or name {own} as the directory to write",
         )
 
 
-def check_not_moved(config: RunConfig, file: str, overrides: Sequence[str]) -> None:
-    """Check that a configuration that lies in a run's directory is of that run, or that overrides name another one.
+def check_not_moved(run: Run, file: str, overrides: Sequence[str]) -> None:
+    """Check that a configuration that lies in a run's directory is of that run,
+    or that overrides name another one.
 
     Raises:
-        ConfigError: the directory was moved, copied or renamed: its checkpoints would be ignored, without a message.
+        ConfigError: the directory was moved, copied or renamed: its checkpoints would be ignored,
+            without a message.
     """
-    folder, own = real_path(file).parent, run_directory(config)
+    folder, own = real_path(file).parent, run_directory(run)
     named = {("run", "name"), ("run", "directory")} & {key[:2] for key in given_keys(overrides)}
     if named or not is_run(folder) or real_path(own) == folder:
         return
     raise ConfigError(
         "MW-RUN-037",
-        f"{file} lies in the run {folder}, and names {own} as its run: it was moved, copied or renamed, or the working "
-        f"directory is another. To continue the run that it lies in, add --run.directory={folder.parent} "
-        f"--run.name={folder.name}; for that in {own}, add --run.name={config.run.name}",
+        f"{file} lies in the run {folder}, and names {own} as its run: it was moved, copied or"
+        " renamed, or the working directory is another. To continue the run that it lies in, add"
+        f" --run.directory={folder.parent} --run.name={folder.name}; for that in {own}, add"
+        f" --run.name={run.name}",
     )
 
 
@@ -102,7 +117,9 @@ def read_peaks(run: Path) -> Peaks | None:
         return None
     except (OSError, ValidationError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
-        raise DataError("MW-RUN-015", f"{place} is damaged ({problem}): the next checkpoint rewrites it") from None
+        raise DataError(
+            "MW-RUN-015", f"{place} is damaged ({problem}): the next checkpoint rewrites it"
+        ) from None
 
 
 def is_run(place: Path) -> bool:
@@ -152,7 +169,10 @@ def _not_a_run(place: Path) -> str:
         return f"{place} is not a run, but contains {abridge(inside)}: name one of them"
     if is_checkpoint(place):
         return f"{place} is a checkpoint outside of a run: name the directory of a run"
-    return f"{place} is not a run directory, or its run was never started: {RESOLVED} is missing; {_runs_near(place)}"
+    return (
+        f"{place} is not a run directory, or its run was never started: {RESOLVED} is missing;"
+        f" {_runs_near(place)}"
+    )
 
 
 def _run_of(config: Path) -> str:

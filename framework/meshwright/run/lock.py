@@ -4,8 +4,8 @@ first job     rank 0     locks it, writes its host and process .. ends, or is ki
 second job    launcher   finds it locked for 2 s: one message that names the first job, exit code 2
 later         rank 0     locks it, regardless of the file's content
 
-This is a kernel lock (flock) on the open file, so a killed job leaves nothing to clean up. The file stays; its one line
-of JSON is for the message alone.
+This is a kernel lock (flock) on the open file, so a killed job leaves nothing to clean up. The file
+stays; its one line of JSON is for the message alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from meshwright.errors import LockError
@@ -36,7 +35,9 @@ FILE = "lock"
 PATIENCE_S = 2.0
 """Seconds to retry a held lock: its holder may be ending."""
 OWN_JOB_PATIENCE_S = 240.0
-"""Seconds to retry if the holder is an earlier start of this Slurm job or JobSet, alive on an unreachable node."""
+"""Seconds to retry if the holder is an earlier start of this Slurm job or JobSet,
+alive on an unreachable node.
+"""
 PAUSE_S = 0.1
 TRIES = 3
 """Attempts to take a lock that was removed meanwhile."""
@@ -45,9 +46,11 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class RunLock:
-    """Lock of a run directory: within the block no other process on any node works in ``directory``.
+    """Lock of a run directory: within the block no other process on any node works
+    in ``directory``.
 
-    Child processes do not inherit it. On a file system without locks a warning is printed, and the run continues.
+    Child processes do not inherit it. On a file system without locks a warning is printed, and the
+    run continues.
 
     Raises:
         LockError: another job holds it, or the file cannot be opened.
@@ -83,7 +86,7 @@ class RunLock:
         self._file = FileLock(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         return self._wait_for(self._file)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close()
 
     def check_free(self) -> None:
@@ -97,7 +100,9 @@ class RunLock:
             self._wait_for(file, is_shared=True)
 
     def is_in_place(self) -> bool:
-        """Check whether the open file is the one at the path. If the file system cannot answer, the result is True."""
+        """Check whether the open file is the one at the path. If the file system cannot answer,
+        the result is True.
+        """
         if self._file is None or not self._is_watched:
             return True
         try:
@@ -117,7 +122,8 @@ class RunLock:
         try:
             fresh.__enter__()
         except LockError:
-            if not _is_this_process(self.path):  # the file system gave the same file another inode number
+            # the file system gave the same file another inode number
+            if not _is_this_process(self.path):
                 raise
             self._is_watched = False
             return
@@ -125,7 +131,8 @@ class RunLock:
         self._file, fresh._file = fresh._file, None
 
     def _wait_for(self, file: FileLock, *, is_shared: bool = False) -> bool:
-        """Take the lock, with retries for a job that is ending; return False on a file system without locks.
+        """Take the lock, with retries for a job that is ending;
+        return False on a file system without locks.
 
         Raises:
             LockError: another job still holds it.
@@ -141,8 +148,11 @@ class RunLock:
                 if not is_shared:
                     _warn(self.path, error)
                 return False
-            time.sleep(PAUSE_S)  # also before the file is read: a new holder has written its line by then
-            if time.monotonic() > start_s + (OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S):
+            # also before the file is read: a new holder has written its line by then
+            time.sleep(PAUSE_S)
+            if time.monotonic() > start_s + (
+                OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S
+            ):
                 raise LockError("MW-RUN-011", _refusal(self.path))
 
     def _close(self) -> None:
@@ -154,7 +164,8 @@ class RunLock:
 
 @contextlib.contextmanager
 def lock_directory(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
-    """Hold the lock of ``directory`` on rank 0 within the ``with`` block. Collective over all ranks; blocks.
+    """Hold the lock of ``directory`` on rank 0 within the ``with`` block.
+    Collective over all ranks; blocks.
 
     Yields:
         The lock on rank 0, None on the others.
@@ -202,11 +213,16 @@ def _is_this_process(path: Path) -> bool:
 
 
 def _is_own_job(path: Path) -> bool:
-    """Return True if the holder is this process's own Slurm job, from before it was requeued, or its own JobSet."""
+    """Return True if the holder is this process's own Slurm job, from before it was requeued,
+    or its own JobSet.
+    """
     jobset, job = os.environ.get(JOBSET), os.environ.get("SLURM_JOB_ID")
     is_requeued = job_restarts() > 0
     holder = _read_holder(path)
-    return bool((jobset and holder.get("jobset") == jobset) or (is_requeued and job and holder.get("slurm_job") == job))
+    return bool(
+        (jobset and holder.get("jobset") == jobset)
+        or (is_requeued and job and holder.get("slurm_job") == job)
+    )
 
 
 def _refusal(path: Path) -> str:
@@ -223,13 +239,14 @@ def _refusal(path: Path) -> str:
 def _unusable(path: Path, error: OSError) -> LockError:
     return LockError(
         "MW-RUN-013",
-        f"the lock of this run, {path}, cannot be used: {error.strerror}. It keeps a second job out of the run "
-        f"directory: make the file writable, or choose another run.directory or run.name",
+        f"the lock of this run, {path}, cannot be used: {error.strerror}. It keeps a second job out"
+        " of the run directory: make the file writable, or choose another run.directory or"
+        " run.name",
     )
 
 
 def _warn(path: Path, error: OSError) -> None:
     tell(
-        f"warning: {path} cannot be locked here ({error.strerror}): make sure that no second job is started in "
-        f"{path.parent}"
+        f"warning: {path} cannot be locked here ({error.strerror}): make sure that no second job is"
+        f" started in {path.parent}"
     )

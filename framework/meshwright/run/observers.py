@@ -1,4 +1,6 @@
-"""Observers of one run on disk: its files, validation, peak memory, checkpoints and the end by a signal."""
+"""Observers of one run on disk: its files, validation, peak memory,
+checkpoints and the end by a signal.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from meshwright.checkpoint import has_checkpoint
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.model.metrics import means, model_metrics
 from meshwright.optimizer import evaluating
-from meshwright.parts import ENOUGH, FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
+from meshwright.parts import (
+    ENOUGH,
+    FILES_LOST,
+    NOT_WRITTEN,
+    STOP,
+    ForwardParts,
+    Observer,
+    Parts,
+    StepEvent,
+)
 from meshwright.pipeline.values import Feed
 from meshwright.run.collector import StepCollector
 from meshwright.run.directory import PEAKS, Peaks
@@ -26,7 +37,9 @@ from meshwright.system.process import StopRequest
 
 
 class RunFilesCheck(Observer):
-    """Observer that restores the run's files on every rank after the step that detects their loss."""
+    """Observer that restores the run's files on every rank after the step
+    that detects their loss.
+    """
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -35,7 +48,8 @@ class RunFilesCheck(Observer):
         """Recover the run's directory.
 
         Raises:
-            RunFilesError: on every rank; the directory now belongs to another run, or cannot be recreated.
+            RunFilesError: on every rank; the directory now belongs to another run, or cannot be
+                recreated.
         """
         if FILES_LOST in event.stats.flags:
             self._saver.recover()
@@ -43,7 +57,9 @@ class RunFilesCheck(Observer):
 
 
 class GarbageCollection(Observer):
-    """Observer that collects Python's garbage every ``train.gc_every`` steps; after the others of a step."""
+    """Observer that collects Python's garbage every ``train.gc_every`` steps;
+    after the others of a step.
+    """
 
     def __init__(self, collector: StepCollector) -> None:
         self._collector = collector
@@ -64,8 +80,9 @@ class Validation(Observer):
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Validate if due. Collective over all ranks; blocks.
 
-        Also in the step of a stop, and before its save: callbacks see the loss of a step once, and the checkpoint holds
-        their states after it. A signal during a validation has to wait for it anyway.
+        Also in the step of a stop, and before its save: callbacks see the loss of a step once, and
+        the checkpoint holds their states after it. A signal during a validation has to wait for it
+        anyway.
         """
         every = parts.config.train.validate_every
         is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
@@ -83,7 +100,8 @@ class Validation(Observer):
 
 
 class PeakMemory(Observer):
-    """Observer that writes ``memory.json``: peak memory of all ranks, after the first step and at each checkpoint.
+    """Observer that writes ``memory.json``: peak memory of all ranks,
+    after the first step and at each checkpoint.
 
     Peaks differ by stage; metrics.jsonl has the one of rank 0 only.
     """
@@ -101,15 +119,23 @@ class PeakMemory(Observer):
         mesh = parts.mesh
         peaks = tuple(mesh.world.gather_objects(mesh.peak_memory_bytes()))
         if mesh.rank == 0:
-            found = Peaks(step=parts.state.step, device=mesh.device.type, grid=tuple(mesh.grid), peaks=peaks)
+            found = Peaks(
+                step=parts.state.step, device=mesh.device.type, grid=mesh.grid.degrees, peaks=peaks
+            )
             with contextlib.suppress(OSError):
-                write_atomic(self._directory / PEAKS, found.model_dump_json() + "\n", is_durable=False)
+                write_atomic(
+                    self._directory / PEAKS, found.model_dump_json() + "\n", is_durable=False
+                )
 
 
 class Checkpoints(Observer):
-    """Observer that saves checkpoints when due: also after a request to stop, and after the last step."""
+    """Observer that saves checkpoints when due: also after a request to stop,
+    and after the last step.
+    """
 
-    def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, parts: Parts, files: RunFiles, request: StopRequest, log: Callable[[str], None]
+    ) -> None:
         self.saver, self._request = Saver(parts, files.directory, log, files=files), request
         parts.flags[STOP] = request.is_requested
         parts.flags[ENOUGH] = lambda: parts.stop_reason is not None
@@ -121,13 +147,15 @@ class Checkpoints(Observer):
         """Start a save that is due. Collective over all ranks; blocks.
 
         Raises:
-            CheckpointError: on every rank, when a checkpoint cannot be written and the run may not continue without it.
+            CheckpointError: on every rank, when a checkpoint cannot be written and the run may not
+                continue without it.
         """
         saver, flags = self.saver, event.stats.flags
         saver.check(NOT_WRITTEN in flags and FILES_LOST not in flags)
         self._reason = parts.stop_reason if ENOUGH in flags else None
         if event.is_last or ENOUGH in flags:
-            parts.stop_reason = None  # fulfilled by this step: a start that trains on does not end for it
+            # fulfilled by this step: a start that trains on does not end for it
+            parts.stop_reason = None
         if event.is_saving:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.start(is_urgent=event.is_stopping)  # the time until a kill is limited
@@ -135,11 +163,13 @@ class Checkpoints(Observer):
                     saver.finish(retention=False)
 
     def end(self, parts: Parts, event: StepEvent) -> None:
-        """End the run if this is its last step, or it is to stop after this one. Collective over all ranks; blocks.
+        """End the run if this is its last step, or it is to stop after this one.
+        Collective over all ranks; blocks.
 
         Raises:
             CheckpointError: on every rank, when the last checkpoint cannot be written.
-            Preempted: on every rank, after the step in which one got a signal, when its checkpoint is saved.
+            Preempted: on every rank, after the step in which one got a signal, when its checkpoint
+                is saved.
         """
         if event.is_stopping:
             self._stop(parts)
@@ -148,16 +178,21 @@ class Checkpoints(Observer):
                 self.saver.finish_or_fail()
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """Finish the checkpoint being written after NaN, Inf, drift or an error of a callback: its step is sound.
+        """Finish the checkpoint being written after NaN, Inf, drift or an error of a callback:
+        its step is sound.
 
         Collective over all ranks; blocks. Other errors are not handled here.
         """
         if isinstance(error, NonFiniteError | DriftError | CallbackError):  # on all ranks alike
-            with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
+            with (
+                parts.mesh.activity.during("saving a checkpoint"),
+                contextlib.suppress(CheckpointError),
+            ):
                 self.saver.finish()
 
     def _stop(self, parts: Parts) -> None:
-        """End the run: because a callback asked for it before this step, or by a signal. Collective; blocks.
+        """End the run: because a callback asked for it before this step, or by a signal.
+        Collective; blocks.
 
         With a callback's reason on any rank the run is complete, and a signal is late.
 
@@ -165,44 +200,58 @@ class Checkpoints(Observer):
             Preempted: on every rank, if any of them received a signal.
         """
         mine = self._request.signal.name if self._request.signal is not None else None
-        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects((mine, self._reason))
-        signals, reasons = [name for name, _ in found], [each for _, each in found if each is not None]
+        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects(
+            (mine, self._reason)
+        )
+        signals = [name for name, _ in found]
+        reasons = [each for _, each in found if each is not None]
         step = f"after step {parts.state.step} of {parts.config.train.steps}"
         for rank, name in enumerate(signals if not reasons else ()):
             if name is not None:
                 who = name if None not in signals else f"{name} to rank {rank}"
                 raise Preempted(
                     "MW-RUN-014",
-                    f"stopped by {who} {step}; {self._finish_save(parts)}, and the same command resumes from there",
+                    f"stopped by {who} {step}; {self._finish_save(parts)}, and the same command"
+                    " resumes from there",
                 )
         parts.is_stopped = True
         self._log(f"stopped {step}: {reasons[0]}")
 
     def _finish_save(self, parts: Parts) -> str:
-        """Finish the save and describe the checkpoint to resume from. Collective over all ranks; blocks."""
+        """Finish the save and describe the checkpoint to resume from. Collective over all ranks;
+        blocks.
+        """
         saver = self.saver
         with parts.mesh.activity.during("saving a checkpoint"):
             saver.finish(retention=False)
         if saver.saved_step == parts.state.step:
             return "it is saved"
-        if parts.mesh.world.gather_objects(parts.mesh.rank == 0 and has_checkpoint(saver.directory))[0]:
+        if parts.mesh.world.gather_objects(
+            parts.mesh.rank == 0 and has_checkpoint(saver.directory)
+        )[0]:
             return "it could not be saved, the last checkpoint remains"
         return "it could not be saved, and there is no other checkpoint"
 
 
 class EndOfRun(Observer):
-    """Observer that ends the run after its last step, or after a request to stop; after the errors of callbacks."""
+    """Observer that ends the run after its last step, or after a request to stop;
+    after the errors of callbacks.
+    """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """End the run if it is due; see :meth:`Checkpoints.end`. Collective over all ranks; blocks."""
+        """End the run if it is due; see :meth:`Checkpoints.end`. Collective over all ranks;
+        blocks.
+        """
         self._checkpoints.end(parts, event)
 
 
 def validate(parts: Parts) -> float:
-    """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
+    """Return the mean loss over the validation batches, in eval mode.
+    Equal on every rank and in every layout.
+    """
     with evaluating(parts.optimizer):
         found = total_loss(parts, parts.validation_feeds())
     parts.validation_metrics = found.metrics

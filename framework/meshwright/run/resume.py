@@ -1,4 +1,6 @@
-"""Start of a run: checks before any rank exists, then resuming from the newest sound checkpoint, on any layout."""
+"""Start of a run: checks before any rank exists, then resuming from the newest sound checkpoint,
+on any layout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
-from meshwright.config import RunConfig, samples_after, write_snapshot
+from meshwright.config import LossScaling, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer import MAX_SCALE, LossScale, first_scale, saved_states_of
@@ -33,11 +35,15 @@ from meshwright.terminal.output import Warn, print_warning
 _DROPPED = "the state {} of a callback that does not run now: the next checkpoint will not have it"
 
 
-def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: Warn = print_warning) -> None:
-    """Make the run's directory, and check that checkpoints of the run can be written there and read back.
+def prepare(
+    blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: Warn = print_warning
+) -> None:
+    """Make the run's directory, and check that checkpoints of the run can be written there
+    and read back.
 
     Raises:
-        ConfigError: a checkpoint would not be readable or does not fit on the disk; or the directory is not usable.
+        ConfigError: a checkpoint would not be readable or does not fit on the disk; or the
+            directory is not usable.
     """
     config = blueprint.config
     samples = samples_after(config.batch, config.train.steps)
@@ -48,11 +54,12 @@ def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: War
         tokens_seen=samples * blueprint.example.labels_per_sample,
     )
     check_manifest(checkpoint_metadata(config, at_end, data_fingerprint), saved_tensors(blueprint))
-    _check_space(blueprint, make_directory(config), 0, warn)
+    _check_space(blueprint, make_directory(config.run), 0, warn)
 
 
 def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning) -> None:
-    """Check the disk space again with the states that callbacks have added. Collective over all ranks; blocks.
+    """Check the disk space again with the states that callbacks have added.
+    Collective over all ranks; blocks.
 
     Raises:
         ConfigError: on every rank, when a checkpoint with these states does not fit on the disk.
@@ -69,15 +76,23 @@ def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning
             problem = error.message
     problem = mesh.world.gather_objects(problem)[0]
     if problem is not None:
-        raise ConfigError("MW-RUN-034", f"{problem}; states of callbacks are included: {', '.join(added)}")
+        raise ConfigError(
+            "MW-RUN-034", f"{problem}; states of callbacks are included: {', '.join(added)}"
+        )
 
 
 def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Warn) -> None:
-    """Compare a checkpoint's size with the free space. ``num_added``: states per weight that callbacks have added."""
+    """Compare a checkpoint's size with the free space. ``num_added``:
+    states per weight that callbacks have added.
+    """
     config, one = blueprint.config, checkpoint_bytes(saved_factors(blueprint), 0)
     for is_matrix in (False, True):
-        tensors = [t for t in saved_tensors(blueprint) if is_matrix is (t.name in blueprint.model.matrices)]
-        one += checkpoint_bytes(tensors, len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added)
+        tensors = [
+            t for t in saved_tensors(blueprint) if is_matrix is (t.name in blueprint.model.matrices)
+        ]
+        one += checkpoint_bytes(
+            tensors, len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added
+        )
     check_space(
         directory,
         one,
@@ -87,14 +102,16 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
     )
 
 
-def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()) -> None:
+def resume(
+    parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()
+) -> None:
     """Resume from the newest checkpoint that verifies, if there is one. Collective over all ranks.
 
     ``callbacks``: names of the callbacks of this start. The states of others are dropped.
 
     Raises:
-        CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the newest belongs to
-            another model, corpus or seed.
+        CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the
+            newest belongs to another model, corpus or seed.
     """
     mesh = parts.mesh
     path = newest_sound(directory, mesh)
@@ -105,7 +122,12 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
         try:
             manifest = checkpoints.open_checkpoint(path).manifest
             config = parts.config.model_dump(mode="json")
-            result = (None, checkpoints.check_compatible(manifest, config, parts.data_fingerprint, place=str(path)))
+            result = (
+                None,
+                checkpoints.check_compatible(
+                    manifest, config, parts.data_fingerprint, place=str(path)
+                ),
+            )
         except CheckpointError as error:
             result = (error.message, [])
     problem, changes = mesh.world.gather_objects(result)[0]
@@ -127,7 +149,9 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
     parts.state.skipped_in_a_row = saved_count(manifest, "skipped_in_a_row", 0)
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
-    parts.state.loss_scale = saved_scale(manifest, parts.config)
+    parts.state.loss_scale = saved_scale(
+        manifest, parts.config.loss_scale, parts.config.train.dtype
+    )
     parts.state.callbacks = {name: state for name, state in states.items() if name in callbacks}
     parts.stop_reason = saved_reason(manifest) if callbacks else None
     if manifest.step == 0:
@@ -146,7 +170,8 @@ def _optimizer_states(parts: Parts) -> tuple[str, ...]:
 def _check_unfrozen(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> None:
     """Refuse weights that the checkpoint has without optimizer states, beside others with states.
 
-    AdamW's states count their steps from the start of the run: new ones would take steps several times too long.
+    AdamW's states count their steps from the start of the run: new ones would take steps several
+    times too long.
     """
     weights = set(checkpoint.parameters(checkpoints.TensorKind.WEIGHTS))
     kinds = [kind for kind in checkpoint.kinds() if kind != checkpoints.TensorKind.WEIGHTS]
@@ -160,29 +185,38 @@ def _check_unfrozen(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> N
         more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
         raise CheckpointError(
             "MW-RUN-040",
-            f"{checkpoint.path}: {names[0]}{more} were frozen in this run, and are trained now (model."
-            f"parameter_groups): the checkpoint has no optimizer state of them. Freeze them again to resume. To train "
-            f"them later, start a run in which their group has learning_rate_factor = 0 instead of frozen = true, and "
-            f"raise it at a resume",
+            f"{checkpoint.path}: {names[0]}{more} were frozen in this run, and are trained now"
+            " (model.parameter_groups): the checkpoint has no optimizer state of them. Freeze them"
+            " again to resume. To train them later, start a run in which their group has"
+            " learning_rate_factor = 0 instead of frozen = true, and raise it at a resume",
         )
 
 
 def _describe_added(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> list[str]:
-    """Return a line for each state of a callback that only the checkpoint has, or only this start."""
+    """Return a line for each state of a callback that only the checkpoint has,
+    or only this start.
+    """
     own = {checkpoints.TensorKind.WEIGHTS, checkpoints.TensorKind.MASTER, *_optimizer_states(parts)}
     saved, added = set(checkpoint.kinds()) - own, set(parts.optimizer.added)
     dropped = [_DROPPED.format(name) for name in sorted(saved - added)]
     if checkpoint.manifest.step == 0:
         return dropped
-    return dropped + [f"the callback's state {name} starts from the weights" for name in sorted(added - saved)]
+    return dropped + [
+        f"the callback's state {name} starts from the weights" for name in sorted(added - saved)
+    ]
 
 
 def record_start(
-    parts: Parts, files: RunFiles, corpus_times: Mapping[str, int] | None, log: Callable[[str], None]
+    parts: Parts,
+    files: RunFiles,
+    corpus_times: Mapping[str, int] | None,
+    log: Callable[[str], None],
 ) -> None:
-    """Record this start in the run's directory, on rank 0: configuration, log of starts, placement of the ranks.
+    """Record this start in the run's directory, on rank 0: configuration, log of starts,
+    placement of the ranks.
 
-    Called after :func:`resume`, so that a run that cannot be resumed keeps the configuration it was trained with.
+    Called after :func:`resume`, so that a run that cannot be resumed keeps the configuration it was
+    trained with.
 
     Args:
         corpus_times: modification time of each file of the corpus in ns, by path.
@@ -201,10 +235,12 @@ def record_start(
 def newest_sound(
     directory: Path, mesh: Mesh, warn: Warn = print_warning, only: Sequence[Path] | None = None
 ) -> Path | None:
-    """Return the newest checkpoint that verifies, or None without any. Collective: each rank hashes some of the files.
+    """Return the newest checkpoint that verifies, or None without any. Collective:
+    each rank hashes some of the files.
 
     Args:
-        only: candidates, newest first; None: all of the run. Rank 0 warns of each skipped one and its damaged file.
+        only: candidates, newest first; None: all of the run. Rank 0 warns of each skipped one and
+            its damaged file.
 
     Raises:
         CheckpointError: on every rank; there are some, and none verifies.
@@ -218,29 +254,39 @@ def newest_sound(
             digest = checkpoint.digest
         except CheckpointError as error:
             problem, unreadable = error.message, isinstance(error, UnreadableError)
-        results: list[tuple[str | None, str, bool]] = mesh.world.gather_objects((problem, digest, unreadable))
+        results: list[tuple[str | None, str, bool]] = mesh.world.gather_objects(
+            (problem, digest, unreadable)
+        )
         problems = list(dict.fromkeys(text for text, _, _ in results if text is not None))
         if any(unreadable for _, _, unreadable in results):
             raise UnreadableError("MW-RUN-017", "\n".join(problems))
         if not problems and len({digest for _, digest, _ in results}) > 1:
-            problems = [f"{path}: not all ranks read the same checkpoint: is it on a file system that all share?"]
+            problems = [
+                f"{path}: not all ranks read the same checkpoint: is it on a file system that all"
+                " share?"
+            ]
         if problems:
             raise CheckpointError("MW-RUN-018", "\n".join(problems))
         return path
 
     own = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
     paths: list[Path] = mesh.world.gather_objects(own)[0]
-    return checkpoints.first_sound(directory, paths, verify, warn if mesh.rank == 0 else lambda message: None)
+    return checkpoints.first_sound(
+        directory, paths, verify, warn if mesh.rank == 0 else lambda message: None
+    )
 
 
 def saved_callbacks(manifest: Manifest) -> dict[str, Mapping[str, Any]]:
-    """Return the states of callbacks from the manifest. Raises CheckpointError for anything but tables by name."""
+    """Return the states of callbacks from the manifest.
+    Raises CheckpointError for anything but tables by name.
+    """
     found = manifest.state.get("callbacks", {})
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
         raise CheckpointError(
             "MW-RUN-032",
-            f"the manifest of the checkpoint of step {manifest.step} has state.callbacks = {reprlib.repr(found)}, "
-            f"which must be a table for each callback: it was not written by this project; take another checkpoint",
+            f"the manifest of the checkpoint of step {manifest.step} has state.callbacks ="
+            f" {reprlib.repr(found)}, which must be a table for each callback: it was not written"
+            " by this project; take another checkpoint",
         )
     return dict(found)
 
@@ -256,39 +302,52 @@ def saved_reason(manifest: Manifest) -> str | None:
         return found
     raise CheckpointError(
         "MW-RUN-039",
-        f"the manifest of the checkpoint of step {manifest.step} has state.{STOP_REASON} = {reprlib.repr(found)}, "
-        f"which must be a text: it was not written by this project; take another checkpoint",
+        f"the manifest of the checkpoint of step {manifest.step} has state.{STOP_REASON} ="
+        f" {reprlib.repr(found)}, which must be a text: it was not written by this project; take"
+        " another checkpoint",
     )
 
 
-def saved_scale(manifest: Manifest, config: RunConfig) -> LossScale:
-    """Return the loss scale from the manifest; the first one of a run where there is none, or the scale is fixed.
+def saved_scale(manifest: Manifest, keys: LossScaling, dtype: str) -> LossScale:
+    """Return the loss scale from the manifest; the first one of a run where there is none,
+    or the scale is fixed.
 
     Raises:
         CheckpointError: it is no loss scale.
     """
     found = manifest.state.get("loss_scale")
-    if found is None or config.train.dtype != "float16" or config.loss_scale.fixed is not None:
-        return first_scale(config)
-    counts = [found.get(name) for name in ("sound_steps", "tolerated")] if isinstance(found, dict) else [None]
+    if found is None or dtype != "float16" or keys.fixed is not None:
+        return first_scale(keys, dtype)
+    if isinstance(found, dict):
+        counts = [found.get(name) for name in ("sound_steps", "tolerated")]
+    else:
+        counts = [None]
     value = found.get("value") if isinstance(found, dict) else None
-    is_sound = isinstance(value, float) and 0 < value <= MAX_SCALE and all(type(n) is int and n >= 0 for n in counts)
+    is_sound = (
+        isinstance(value, float)
+        and 0 < value <= MAX_SCALE
+        and all(type(n) is int and n >= 0 for n in counts)
+    )
     if not is_sound or len(found) != len(LossScale._fields):
         raise CheckpointError(
             "MW-RUN-033",
-            f"the manifest of the checkpoint of step {manifest.step} has state.loss_scale = {reprlib.repr(found)}, "
-            f"which is no loss scale: it was not written by this project; take another checkpoint",
+            f"the manifest of the checkpoint of step {manifest.step} has state.loss_scale ="
+            f" {reprlib.repr(found)}, which is no loss scale: it was not written by this project;"
+            " take another checkpoint",
         )
     return LossScale(**found)
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:
-    """Return a whole number >= 0 from the manifest's ``state``. Raises CheckpointError for anything else."""
+    """Return a whole number >= 0 from the manifest's ``state``.
+    Raises CheckpointError for anything else.
+    """
     value = manifest.state.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CheckpointError(
             "MW-RUN-019",
-            f"the manifest of the checkpoint of step {manifest.step} has state.{name} = {value!r}, which must be a "
-            f"whole number from 0 up: it was not written by this project; take another checkpoint",
+            f"the manifest of the checkpoint of step {manifest.step} has state.{name} = {value!r},"
+            " which must be a whole number from 0 up: it was not written by this project; take"
+            " another checkpoint",
         )
     return value

@@ -4,7 +4,8 @@
     every rank   check    after each step: react to a failed share, reported by the all-reduce of the step
     every rank   finish   block until the checkpoint is published or failed: before the next one, and at the end
 
-When a share fails, nothing of that attempt is published, and its files are removed. Earlier checkpoints remain.
+When a share fails, nothing of that attempt is published, and its files are removed. Earlier
+checkpoints remain.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, has_checkpoint, prune, shard_names
+from meshwright.checkpoint import (
+    AsyncWriter,
+    HostSlab,
+    SaveAttempt,
+    begin,
+    has_checkpoint,
+    prune,
+    shard_names,
+)
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
@@ -52,19 +61,25 @@ class Saver:
         warn: Warn = print_warning,
         files: RunFiles | None = None,
     ) -> None:
-        """Save ``parts`` below ``directory``. ``files``: the run's files, watched for loss; None: not watched."""
+        """Save ``parts`` below ``directory``. ``files``: the run's files, watched for loss; None:
+        not watched.
+        """
         self.parts = parts
         self.directory = directory
         self._files = files
         self._log = log
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self.writer = AsyncWriter()
-        """Writer thread of this rank's share; a failure on one rank reaches all ranks as a flag of the next step."""
+        """Writer thread of this rank's share; a failure on one rank reaches all ranks as a flag
+        of the next step.
+        """
         self._slab = HostSlab()
         self._attempt: SaveAttempt | None = None
         """Save in progress; the same on all ranks."""
         self._unsynced: list[Path] = []
-        """Files of observers that no published checkpoint has synced yet; empty on ranks other than 0."""
+        """Files of observers that no published checkpoint has synced yet;
+        empty on ranks other than 0.
+        """
         parts.flags[NOT_WRITTEN] = self.writer.failed
         if files is not None:
             parts.flags[FILES_LOST] = files.are_lost
@@ -80,11 +95,13 @@ class Saver:
         """Start to save this step. Collective over all ranks.
 
         Blocks until the save before is finished and the tensors are copied to host memory; with
-        ``checkpoint.asynchronous = false`` until it is published. ``is_urgent``: do not wait for deletions of others.
+        ``checkpoint.asynchronous = false`` until it is published. ``is_urgent``: do not wait for
+        deletions of others.
 
         Raises:
-            CheckpointError: on every rank; the step is saved already, or this checkpoint or the one before cannot be
-                written and ``checkpoint.on_failure`` is "fail" or the run has no checkpoint yet.
+            CheckpointError: on every rank; the step is saved already, or this checkpoint or the one
+                before cannot be written and ``checkpoint.on_failure`` is "fail" or the run has no
+                checkpoint yet.
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish(retention=not is_urgent)
@@ -92,7 +109,9 @@ class Saver:
         self._begun_s = time.monotonic()
         base, states, step = fingerprint(parts), agree_on_states(parts), parts.state.step
         own = self._begin(step) if mesh.rank == 0 else None
-        found: list[tuple[_BeginResult, str | None]] = mesh.world.gather_objects((own, parts.stop_reason), _BeginResult)
+        found: list[tuple[_BeginResult, str | None]] = mesh.world.gather_objects(
+            (own, parts.stop_reason), _BeginResult
+        )
         result = found[0][0]
         if result.problem is not None:
             if not result.is_transient:
@@ -100,10 +119,15 @@ class Saver:
             self._report_failure(step, [result.problem])
             return
         reason = next((each for _, each in found if each is not None), None)
-        head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, base, reason, states)
+        head = checkpoint_metadata(
+            parts.config, parts.state, parts.data_fingerprint, base, reason, states
+        )
         names = shard_names(mesh.grid)
         self._attempt = SaveAttempt(
-            self.directory, head, result.attempt, frozenset(name for name in names if name is not None)
+            self.directory,
+            head,
+            result.attempt,
+            frozenset(name for name in names if name is not None),
         )
         checkpoint = parts.config.checkpoint
         if mesh.rank == 0:  # its writer thread alone syncs and publishes
@@ -112,7 +136,11 @@ class Saver:
         self.writer.start(
             self._attempt,
             names[mesh.rank],
-            self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, saved_running(parts), saves_frozen(parts))),
+            self._slab.copy(
+                pieces(
+                    parts.replicas, parts.optimizer, mesh, saved_running(parts), saves_frozen(parts)
+                )
+            ),
             is_first=mesh.rank == 0,
             before_publishing=self._sync_files,
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
@@ -124,7 +152,8 @@ class Saver:
         """React to the flags of a step; ``not_written``: the share of some rank has failed.
 
         Raises:
-            CheckpointError: on every rank, of such a failure with ``checkpoint.on_failure = "fail"``.
+            CheckpointError: on every rank, of such a failure with ``checkpoint.on_failure =
+                "fail"``.
         """
         if not_written and self._attempt is not None:
             self._give_up(self._attempt, self._problems())
@@ -133,11 +162,12 @@ class Saver:
     def finish(self, *, retention: bool = True) -> None:
         """Block until the save in progress is published or has failed. Collective over all ranks.
 
-        ``retention``: block also until older checkpoints are deleted, for at most ``launch.timeout_s``.
+        ``retention``: block also until older checkpoints are deleted, for at most
+            ``launch.timeout_s``.
 
         Raises:
-            CheckpointError: on every rank; the save has failed, and ``checkpoint.on_failure`` is "fail" or the run has
-                no checkpoint yet.
+            CheckpointError: on every rank; the save has failed, and ``checkpoint.on_failure`` is
+                "fail" or the run has no checkpoint yet.
         """
         attempt, writer = self._attempt, self.writer
         if attempt is not None:
@@ -153,22 +183,33 @@ class Saver:
             self._wait(lambda: writer.is_idle(limit_s), to_the_end=True)
             if writer.leave():
                 self._warn(
-                    f"old files in {self.directory}/checkpoints are still being deleted after {limit_s:g} s "
-                    f"(launch.timeout_s): check its file system. The run continues, and deletes no others until then"
+                    f"old files in {self.directory}/checkpoints are still being deleted after"
+                    f" {limit_s:g} s (launch.timeout_s): check its file system. The run continues,"
+                    " and deletes no others until then"
                 )
 
     def is_due(self) -> bool:
-        """Return True if ``checkpoint.every_minutes`` have passed since the last save began, and it has ended."""
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began,
+        and it has ended.
+        """
         every_s = 60 * self.parts.config.checkpoint.every_minutes
-        return every_s > 0 and time.monotonic() - self._begun_s >= every_s and self.writer.is_share_done()
+        return (
+            every_s > 0
+            and time.monotonic() - self._begun_s >= every_s
+            and self.writer.is_share_done()
+        )
 
     def take_save_s(self) -> float | None:
-        """Return, on rank 0, the duration in seconds of the save published since the last call, or None."""
+        """Return, on rank 0, the duration in seconds of the save published since the last call,
+        or None.
+        """
         taken, self._save_s = self._save_s, None
         return taken
 
     def finish_or_fail(self) -> None:
-        """Finish the last checkpoint of a run. Its failure is an error, whatever ``checkpoint.on_failure`` is."""
+        """Finish the last checkpoint of a run. Its failure is an error,
+        whatever ``checkpoint.on_failure`` is.
+        """
         self.finish()
         step = self.parts.state.step
         for _ in range(LAST_TRIES):
@@ -181,15 +222,17 @@ class Saver:
         if self.saved_step != step:
             raise CheckpointError(
                 "MW-RUN-021",
-                f"the checkpoint of the last step, {step}, could not be written, see the warning above; the same "
-                f"command resumes from the one before",
+                f"the checkpoint of the last step, {step}, could not be written, see the warning"
+                " above; the same command resumes from the one before",
             )
 
     def recover(self) -> None:
-        """Restore the run's lost files. Collective over all ranks; blocks. The caller must then save a checkpoint.
+        """Restore the run's lost files. Collective over all ranks; blocks.
+        The caller must then save a checkpoint.
 
         Raises:
-            RunFilesError: on every rank; the directory now belongs to another run, or cannot be recreated.
+            RunFilesError: on every rank; the directory now belongs to another run, or cannot be
+                recreated.
         """
         assert self._files is not None
         mesh, writer = self.parts.mesh, self.writer
@@ -206,7 +249,8 @@ class Saver:
             reopen_outputs(self.directory)
 
     def _stop(self, recovery: Recovery) -> None:
-        """Save to the directory's new path, if it was moved, and end the run. Collective over all ranks; blocks.
+        """Save to the directory's new path, if it was moved, and end the run.
+        Collective over all ranks; blocks.
 
         Raises:
             RunFilesError: always, on every rank.
@@ -220,8 +264,13 @@ class Saver:
                 self.start()
                 self.finish()
             if self.saved_step == step:
-                saved = f"step {step} is saved in {recovery.moved_to}, from where the run can be resumed"
-        raise RunFilesError("MW-RUN-022", f"{recovery.message}. The run stops after step {step}: {saved}")
+                saved = (
+                    f"step {step} is saved in {recovery.moved_to}, from where the run can be"
+                    " resumed"
+                )
+        raise RunFilesError(
+            "MW-RUN-022", f"{recovery.message}. The run stops after step {step}: {saved}"
+        )
 
     def _are_files_lost(self) -> bool:
         """Return True if the run's files are lost. Collective; equal on every rank."""
@@ -229,24 +278,35 @@ class Saver:
 
     def _begin(self, step: int) -> _BeginResult:
         attempt = secrets.token_hex(4)
-        if self.parts.flags[FILES_LOST]() and self._files is not None:  # the path may belong to another run now
-            return _BeginResult(attempt, f"{self.directory} is gone, or another run's", is_transient=True)
+        # the path may belong to another run now
+        if self.parts.flags[FILES_LOST]() and self._files is not None:
+            return _BeginResult(
+                attempt, f"{self.directory} is gone, or another run's", is_transient=True
+            )
         try:
             begin(self.directory, step, attempt, warn=self._warn)
         except CheckpointError as error:
-            return _BeginResult(attempt, error.message, is_transient=isinstance(error.__cause__, OSError))
+            return _BeginResult(
+                attempt, error.message, is_transient=isinstance(error.__cause__, OSError)
+            )
         except OSError as error:
-            return _BeginResult(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", is_transient=True)
+            return _BeginResult(
+                attempt,
+                f"{error.filename}: {error.strerror} (errno {error.errno})",
+                is_transient=True,
+            )
         return _BeginResult(attempt)
 
     def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> bool:
-        """Block until ``done`` is true on every rank; return True if a share has failed. Collective over all ranks.
+        """Block until ``done`` is true on every rank; return True if a share has failed.
+        Collective over all ranks.
 
-        All ranks keep communicating meanwhile, so that a slow disk does not count as a hang. A failed share ends the
-        wait, unless ``to_the_end``.
+        All ranks keep communicating meanwhile, so that a slow disk does not count as a hang. A
+        failed share ends the wait, unless ``to_the_end``.
 
         Raises:
-            CheckpointError: on every rank, when no rank has written a byte for ``launch.timeout_s``.
+            CheckpointError: on every rank, when no rank has written a byte for
+                ``launch.timeout_s``.
         """
         parts, mesh = self.parts, self.parts.mesh
         limit_s, pause_s = parts.config.launch.timeout_s, 0.001
@@ -262,8 +322,9 @@ class Saver:
             if stuck_ranks:
                 raise CheckpointError(
                     "MW-RUN-023",
-                    f"a checkpoint is being written to {self.directory}, and no byte of it has been written for "
-                    f"{limit_s:g} s (launch.timeout_s): check its file system. Earlier checkpoints are unchanged",
+                    f"a checkpoint is being written to {self.directory}, and no byte of it has been"
+                    f" written for {limit_s:g} s (launch.timeout_s): check its file system. Earlier"
+                    " checkpoints are unchanged",
                 )
             if written != before:
                 before, since_s = written, time.monotonic()
@@ -274,7 +335,11 @@ class Saver:
     def _problems(self) -> list[str]:
         """Return the problems by rank. Collective over all ranks."""
         problems = self.parts.mesh.world.gather_objects(self.writer.problem)
-        return [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
+        return [
+            f"rank {rank}: {problem}"
+            for rank, problem in enumerate(problems)
+            if problem is not None
+        ]
 
     def _give_up(self, attempt: SaveAttempt, problems: list[str]) -> None:
         self._attempt = None
@@ -284,22 +349,30 @@ class Saver:
         self._report_failure(attempt.head.step, problems)
 
     def _report_failure(self, step: int, problems: list[str]) -> None:
-        text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
+        text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(
+            f"  {each}" for each in problems
+        )
         if self._are_files_lost():
-            self._warn(f"{text}\n  the run's directory is lost: the next step restores it, or ends the run")
+            self._warn(
+                f"{text}\n  the run's directory is lost: the next step restores it, or ends the run"
+            )
             return
         if not self._has_checkpoint():
             raise CheckpointError(
                 "MW-RUN-024",
-                f"{text}\nthe run ends, whatever checkpoint.on_failure is: it has no checkpoint yet, and all further "
-                f"steps would be lost with it. Fix this, and start it again",
+                f"{text}\nthe run ends, whatever checkpoint.on_failure is: it has no checkpoint"
+                " yet, and all further steps would be lost with it. Fix this, and start it again",
             )
         if self.parts.config.checkpoint.on_failure == "fail":
-            raise CheckpointError("MW-RUN-025", f'{text}\nthe run ends, as checkpoint.on_failure = "fail"')
+            raise CheckpointError(
+                "MW-RUN-025", f'{text}\nthe run ends, as checkpoint.on_failure = "fail"'
+            )
         self._warn(f"{text}\n  the run continues; earlier checkpoints are unchanged")
 
     def _has_checkpoint(self) -> bool:
-        """Return True if the run has a checkpoint of a step > 0 (0: an imported model). Collective over all ranks."""
+        """Return True if the run has a checkpoint of a step > 0 (0: an imported model).
+        Collective over all ranks.
+        """
         if self.saved_step is not None:
             return True
         own = self.parts.mesh.rank == 0 and has_checkpoint(self.directory, above=0)
@@ -311,12 +384,16 @@ class Saver:
             self._log(f"saved {path}")
 
     def _sync_files(self) -> None:
-        """Sync what the checkpoint presupposes, on the writer's thread. The next save waits for this one."""
+        """Sync what the checkpoint presupposes, on the writer's thread.
+        The next save waits for this one.
+        """
         sync_run_files(self.directory, self._unsynced, self._warn)
         self._unsynced = []
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete older checkpoints, on the writer's thread, after one is published. An error is only a warning."""
+        """Delete older checkpoints, on the writer's thread, after one is published.
+        An error is only a warning.
+        """
         try:
             prune(self.directory, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:

@@ -1,4 +1,6 @@
-"""Log of a run's starts: ``starts.jsonl`` with time, host and step of each, and the placement of the ranks."""
+"""Log of a run's starts: ``starts.jsonl`` with time, host and step of each,
+and the placement of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,11 @@ from meshwright.terminal.output import tell
 
 
 def _changed_since(directory: Path, corpus: Mapping[str, int]) -> list[str]:
-    """Return the files of a corpus whose modification time differs from that at the last start of the run.
+    """Return the files of a corpus whose modification time differs from that
+    at the last start of the run.
 
-    ``corpus``: path -> current modification time in ns. Files that the last start does not list are left out.
+    ``corpus``: path -> current modification time in ns. Files that the last start does not list are
+        left out.
     """
     try:
         before = parse_json(read_bytes(directory / STARTS).splitlines()[-1]).get("corpus")
@@ -42,20 +46,22 @@ def record_start(
     corpus: Mapping[str, int] | None = None,
     report: Callable[[str], None] = tell,
 ) -> int:
-    """Record a start of the run at this step; return the number of earlier starts. Called by rank 0.
+    """Record a start of the run at this step; return the number of earlier starts.
+    Called by rank 0.
 
     Its ``ranks_on`` has the number of ranks on each node, in the order of the ranks.
 
     A record that cannot be written does not stop the run.
 
     Args:
-        corpus: Path -> modification time in ns; files that differ from the last start are named in a message.
+        corpus: Path -> modification time in ns; files that differ from the last start are named in
+            a message.
         report: Receives that message.
     """
     if changed := _changed_since(directory, corpus or {}):
         report(
-            f"{', '.join(changed)}: written since the last start of this run, with unchanged size and sampled hash "
-            f"(`meshwright data verify DIR` reads every byte)"
+            f"{', '.join(changed)}: written since the last start of this run, with unchanged size"
+            " and sampled hash (`meshwright data verify DIR` reads every byte)"
         )
     place = directory / STARTS
     line: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""Summary printed before the first step: placement, batch arithmetic, schedule, bytes of each rank. Pure."""
+"""Summary printed before the first step: placement, batch arithmetic, schedule, bytes of each rank.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import Blueprint
-from meshwright.config import batch_numbers, expert_shard_factor, phases, reduces_each_microbatch, shard_factor
+from meshwright.config import (
+    batch_numbers,
+    expert_shard_factor,
+    phases,
+    reduces_each_microbatch,
+    shard_factor,
+)
 from meshwright.mesh import draw_placement, expert_replicas
-from meshwright.optimizer import factor_elements, matrices_of
+from meshwright.optimizer import matrices_of
 from meshwright.optimizer.at_rest import Elements, held_at_rest
 from meshwright.parameters import DTYPES
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
@@ -29,19 +37,29 @@ class RankShare(NamedTuple):
     num_parameters: int
     """Parameters of the rank's part of the stage, padding included."""
     weight_bytes: int
-    """Bytes of weights; with ZeRO-3 a shard in the optimizer's dtype, without the layer or two gathered at a time."""
+    """Bytes of weights; with ZeRO-3 a shard in the optimizer's dtype,
+    without the layer or two gathered at a time.
+    """
     gradient_bytes: int
-    """Gradient bytes kept over a step; backward adds some unreduced buckets with ZeRO-2, a layer with ZeRO-3."""
+    """Gradient bytes kept over a step; backward adds some unreduced buckets with ZeRO-2,
+    a layer with ZeRO-3.
+    """
     optimizer_bytes: int
-    """Bytes of this rank's shard of the optimizer state and, in 16 bits below ZeRO-3, of the master weights."""
+    """Bytes of this rank's shard of the optimizer state and, in 16 bits below ZeRO-3,
+    of the master weights.
+    """
     host_bytes: int
-    """Bytes of the states that ``parallel.offload`` keeps in host memory; the other fields do not contain them."""
+    """Bytes of the states that ``parallel.offload`` keeps in host memory;
+    the other fields do not contain them.
+    """
     peak_activations: int
     """Largest number of micro-batches in flight."""
 
 
 def rank_shares(blueprint: Blueprint) -> list[RankShare]:
-    """Return parameters and bytes of a rank of each stage. Flat buckets may add padding of a few elements each."""
+    """Return parameters and bytes of a rank of each stage.
+    Flat buckets may add padding of a few elements each.
+    """
     peaks = peak_activations(blueprint.schedule)
     shares = []
     for stage, layers in enumerate(blueprint.stages):
@@ -52,7 +70,12 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
                 elements.trained + elements.frozen + elements.of_experts.frozen,
-                *held_at_rest(blueprint.config, elements),
+                *held_at_rest(
+                    blueprint.config.parallel,
+                    blueprint.config.optimizer,
+                    blueprint.config.train.dtype,
+                    elements,
+                ),
                 peaks[blueprint.schedule.rank_of(stage)],
             )
         )
@@ -60,28 +83,30 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 
 
 def _shared(blueprint: Blueprint, stage: int) -> int:
-    """Return the elements of weights that several modules of a stage share; ZeRO-3 gathers them once."""
-    uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
+    """Return the elements of weights that several modules of a stage share;
+    ZeRO-3 gathers them once.
+    """
+    uses = Counter(
+        parameter
+        for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False)
+    )
     return sum(parameter.numel() for parameter, times in uses.items() if times > 1)
 
 
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
-    optimizer = blueprint.config.optimizer
-    found: dict[bool, list[int]] = {is_expert: [0, 0, 0, 0, 0] for is_expert in (False, True)}
-    rows = 0
-    for name, parameter in blueprint.stage_layers(stage).named_parameters():
-        info = blueprint.infos[blueprint.model.canonical(name)]
-        kind = 0 if info.is_eight_bit else 3 if info.matrix is not None else 1
-        found[info.is_expert][kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
-        found[info.is_expert][4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
-        rows = math.gcd(rows, info.local_shape[0]) if info.is_expert else rows
-    experts = Elements.of_counts(found[True], rows=rows) if any(found[True]) else None
-    return Elements.of_counts(found[False], experts)
+    infos, canonical = blueprint.infos, blueprint.model.canonical
+    return Elements.of_parameters(
+        blueprint.config.optimizer,
+        (
+            (infos[canonical(name)], parameter.requires_grad)
+            for name, parameter in blueprint.stage_layers(stage).named_parameters()
+        ),
+    )
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
     """Return two lines: global_batch as a product, and the tokens (or labels) of a step."""
-    batch, grid = batch_numbers(blueprint.config), blueprint.grid
+    batch, grid = batch_numbers(blueprint.config.batch), blueprint.grid
     example = blueprint.example
     if blueprint.config.data.builder is None:
         length, what = example.tokens_per_sample, "tokens"
@@ -91,8 +116,10 @@ def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
         length, of_each, what = example.labels_per_sample, "labels_per_sample", "labels"
     tokens = f"{batch.global_batch * length:,} {what} per step"
     return (
-        f"micro_batch_size {batch.micro_batch_size} x chunks {batch.chunks} x dp {grid.dp} = "
-        f"global_batch {batch.global_batch}",
+        (
+            f"micro_batch_size {batch.micro_batch_size} x chunks {batch.chunks} x dp {grid.dp} = "
+            f"global_batch {batch.global_batch}"
+        ),
         f"global_batch {batch.global_batch} x {of_each} {length} = {tokens}",
     )
 
@@ -102,17 +129,21 @@ def _ramp(blueprint: Blueprint) -> list[str]:
     if blueprint.config.batch.ramp is None:
         return []
     first, *later = phases(blueprint.config.batch)
-    sizes = ", ".join(f"{each.global_batch:,} from step {each.first_step + 1:,}" for each in later[-4:])
+    sizes = ", ".join(
+        f"{each.global_batch:,} from step {each.first_step + 1:,}" for each in later[-4:]
+    )
     omitted = " ..., then" if len(later) > 4 else ","
     return [f"           ramp: {first.global_batch:,} samples{omitted} {sizes}"]
 
 
 def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str:
-    """Return the whole summary. ``width``: columns of the schedule; all else fits into 80 if names are short."""
+    """Return the whole summary. ``width``: columns of the schedule;
+    all else fits into 80 if names are short.
+    """
     config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
     of_samples, of_tokens = batch_arithmetic(blueprint)
     bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
-    zero, shards = f"ZeRO-{config.parallel.zero}", shard_factor(config)
+    zero, shards = f"ZeRO-{config.parallel.zero}", shard_factor(config.parallel)
     if config.parallel.zero and shards < blueprint.grid.num_replicas:
         zero += f" in {blueprint.grid.num_replicas // shards} groups of {shards}"
     sequence = ", sequence parallel" if config.parallel.sequence else ""
@@ -120,15 +151,17 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
         [
             draw_placement(blueprint.grid, nodes),
             "",
-            f"model      {config.model.builder}, {len(blueprint.model.layers)} layers, "
-            f"{blueprint.num_parameters:,} parameters",
+            (
+                f"model      {config.model.builder}, {len(blueprint.model.layers)} layers, "
+                f"{blueprint.num_parameters:,} parameters"
+            ),
             f"           {config.train.dtype}, {zero}{sequence}",
             f"batch      {of_samples}",
             f"           {of_tokens}",
             *_ramp(blueprint),
             *_sharding_traffic(blueprint),
             *_eight_bit(blueprint),
-            *_muon(blueprint),
+            *_matrices(blueprint),
             *blueprint.cut.lines(),
             *_offload(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
@@ -142,13 +175,15 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
 
 
 def _sharding_traffic(blueprint: Blueprint) -> list[str]:
-    """Return lines on the traffic of ZeRO-2 and -3 at the largest stage; none for ZeRO-0 and -1, or one shard."""
-    config, shards = blueprint.config, shard_factor(blueprint.config)
+    """Return lines on the traffic of ZeRO-2 and -3 at the largest stage; none for ZeRO-0 and -1,
+    or one shard.
+    """
+    config, shards = blueprint.config, shard_factor(blueprint.config.parallel)
     if config.parallel.zero < 2 or shards == 1:
         return []
     stages = range(len(blueprint.stages))
     trained = max(_elements(blueprint, stage).dense for stage in stages)
-    dtype, chunks = DTYPES[config.train.dtype], batch_numbers(config).chunks
+    dtype, chunks = DTYPES[config.train.dtype], batch_numbers(config.batch).chunks
     whole = trained * (8 if dtype == torch.float64 else 4)
 
     def sent(num_bytes: int) -> str:
@@ -157,7 +192,10 @@ def _sharding_traffic(blueprint: Blueprint) -> list[str]:
     lines = []
     if config.parallel.zero == 3:
         counts = {stage: _elements(blueprint, stage) for stage in stages}
-        gathered = max(2 * (each.dense + each.frozen) - _shared(blueprint, stage) for stage, each in counts.items())
+        gathered = max(
+            2 * (each.dense + each.frozen) - _shared(blueprint, stage)
+            for stage, each in counts.items()
+        )
         lines.append(
             f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x "
             f"{sent(gathered * dtype.itemsize)} in a step"
@@ -165,36 +203,59 @@ def _sharding_traffic(blueprint: Blueprint) -> list[str]:
     if of_experts := max(_elements(blueprint, stage).of_experts.trained for stage in stages):
         replicas = len(expert_replicas(blueprint.grid, 0))
         kept = format_size(of_experts * (8 if dtype == torch.float64 else 4))
-        over = f"summed over {replicas} ranks with the same experts, in {expert_shard_factor(config)} shards"
+        over = (
+            f"summed over {replicas} ranks with the same experts, in"
+            f" {expert_shard_factor(config.parallel)} shards"
+        )
         lines.append(f"experts    gradients of {kept} per rank, {over}")
-    if not reduces_each_microbatch(config):
-        return [*lines, f"gradients  reduced once per step, and unsharded until then: {format_size(whole)} per rank"]
+    if not reduces_each_microbatch(config.parallel):
+        return [
+            *lines,
+            (
+                f"gradients  reduced once per step, and unsharded until then: {format_size(whole)}"
+                " per rank"
+            ),
+        ]
     summed = f"{chunks} x {sent(whole)}"
     return [
         *lines,
-        f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {summed} in a step",
-        f'           (parallel.reduce = "step": once, with {format_size(whole)} per rank until then)',
+        (
+            f"gradients  summed over {shards} replicas after each micro-batch: a rank sends"
+            f" {summed} in a step"
+        ),
+        (
+            f'           (parallel.reduce = "step": once, with {format_size(whole)} per rank until'
+            " then)"
+        ),
     ]
 
 
 def _eight_bit(blueprint: Blueprint) -> list[str]:
-    """Return a line with the share of parameters that have 8-bit optimizer state; none for other optimizers."""
+    """Return a line with the share of parameters that have 8-bit optimizer state;
+    none for other optimizers.
+    """
     optimizer = blueprint.config.optimizer
-    if optimizer.name != "adamw8bit":
+    if not optimizer.has_blocks:
         return []
     kept = [_elements(blueprint, stage) for stage in range(len(blueprint.stages))]
     num_eight_bit = sum(stage.num_eight_bit + stage.of_experts.num_eight_bit for stage in kept)
     share = num_eight_bit / max(sum(stage.trained for stage in kept), 1)
     return [
-        f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of "
-        f"{optimizer.block_size}"
+        f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of"
+        f" {optimizer.block_size}"
     ]
 
 
-def _muon(blueprint: Blueprint) -> list[str]:
-    """Return lines on the matrices that Muon steps: their number and share, and the bytes of their exchange."""
-    config, stages, canonical = blueprint.config, range(len(blueprint.stages)), blueprint.model.canonical
-    infos = {canonical(name): info for name, info in blueprint.infos.items() if info.matrix is not None}
+def _matrices(blueprint: Blueprint) -> list[str]:
+    """Return lines on the matrices that are stepped as a whole: their number and share,
+    and the bytes of their exchange.
+    """
+    config = blueprint.config
+    stages = range(len(blueprint.stages))
+    canonical = blueprint.model.canonical
+    infos = {
+        canonical(name): info for name, info in blueprint.infos.items() if info.matrix is not None
+    }
     if not infos:
         return []
     kept = [_elements(blueprint, stage) for stage in stages]
@@ -205,26 +266,42 @@ def _muon(blueprint: Blueprint) -> list[str]:
     for stage in stages:
         for name, _ in blueprint.stage_layers(stage).named_parameters():
             if (info := infos.get(canonical(name))) is not None:
-                shards = (expert_shard_factor if info.is_expert else shard_factor)(config)
-                holders = shards * (1 if info.slice is None or info.is_expert else blueprint.grid.tp)
+                count_shards = expert_shard_factor if info.sliced_over == "ep" else shard_factor
+                shards = count_shards(config.parallel)
+                holders = shards * (blueprint.grid.tp if info.sliced_over == "tp" else 1)
                 numel = math.prod(info.local_shape) / shards
                 sent[blueprint.schedule.rank_of(stage)] += numel * itemsize * (1 - 1 / holders)
     number = sum(len(matrices_of(info._replace(slice=None))) for info in infos.values())
     return [
-        f"optimizer  Muon on {number:,} matrices, {share:.1%} of all elements, and AdamW on the others",
-        f"           matrices go to their homes and back: a rank sends 2 x {format_size(round(max(sent)))} in a step",
+        (
+            f"optimizer  {config.optimizer.spec.title} on {number:,} matrices, {share:.1%} of all"
+            " elements, and AdamW on the others"
+        ),
+        (
+            "           matrices go to their homes and back: a rank sends 2 x"
+            f" {format_size(round(max(sent)))} in a step"
+        ),
     ]
 
 
 def _offload(blueprint: Blueprint) -> list[str]:
-    """Return a line with the host memory of the largest stage; none without ``parallel.offload``."""
+    """Return a line with the host memory of the largest stage;
+    none without ``parallel.offload``.
+    """
     parallel = blueprint.config.parallel
     if not parallel.offload:
         return []
     most = max(share.host_bytes for share in rank_shares(blueprint))
-    kind = "its states " if parallel.zero == 3 and shard_factor(blueprint.config) > 1 else ""
-    files = f", {kind}in files in {parallel.offload_directory}" if parallel.offload_directory else ""
-    return [f"offload    the optimizer steps on the host: {format_size(most)} of host memory per rank{files}"]
+    kind = (
+        "its states " if parallel.zero == 3 and shard_factor(blueprint.config.parallel) > 1 else ""
+    )
+    files = ""
+    if parallel.offload_directory:
+        files = f", {kind}in files in {parallel.offload_directory}"
+    return [
+        f"offload    the optimizer steps on the host: {format_size(most)} of host memory per"
+        f" rank{files}"
+    ]
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:
@@ -240,7 +317,11 @@ def _table(shares: list[RankShare]) -> list[str]:
             (
                 str(share.stage),
                 share.layers,
-                f"{share.num_parameters:,}" if share.num_parameters < 10**9 else f"{share.num_parameters / 1e6:,.1f}M",
+                (
+                    f"{share.num_parameters:,}"
+                    if share.num_parameters < 10**9
+                    else f"{share.num_parameters / 1e6:,.1f}M"
+                ),
                 format_size(share.weight_bytes),
                 format_size(share.gradient_bytes),
                 format_size(share.optimizer_bytes),

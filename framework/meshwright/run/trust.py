@@ -1,4 +1,5 @@
-"""Trust check for code that a file names: the builders that a downloaded run, checkpoint or configuration may import.
+"""Trust check for code that a file names: the builders that a downloaded run,
+checkpoint or configuration may import.
 
     file given on the command line          any builder: the user has chosen the file
     file of a run or checkpoint,            meshwright's own builders (config/functions.py), builders that the
@@ -25,24 +26,36 @@ from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
 CODE_KEYS = (
-    *(("model", "builder"), ("model", "parameter_groups"), ("data", "builder"), ("data", "collate")),
+    *(
+        ("model", "builder"),
+        ("model", "parameter_groups"),
+        ("data", "builder"),
+        ("data", "collate"),
+    ),
     *(("optimizer", "builder"), ("optimizer", "schedule"), ("pipeline", "schedule")),
     *(("train", "callbacks"), ("tracking", "sinks")),
 )
 """Configuration keys whose value, or each value of a list, is imported as code."""
 OWN_DATASET = "meshwright.data.huggingface:build"
-"""Builder of datasets of meshwright itself, which runs no code of what it opens: any file may name it, too."""
+"""Builder of datasets of meshwright itself, which runs no code of what it opens:
+any file may name it, too.
+"""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
-"""Files that mark the folder of a configuration as that of a run or exported model, if its other files are missing."""
+"""Files that mark the folder of a configuration as that of a run or exported model,
+if its other files are missing.
+"""
 MAX_LINKS = 40
 """Links that are followed from a file to the next, as on Linux."""
 
 
-def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
+def check_trusted(
+    config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False
+) -> None:
     """Refuse foreign builders that only ``source``, a file of a run or checkpoint, names.
 
-    ``overrides``: the arguments of the command line; a builder named there is the user's own choice. With
-    ``trust_code`` each function is printed with its file instead.
+    With ``trust_code`` each function is printed with its file instead.
+
+    ``overrides``: the arguments of the command line; a builder named there is the user's choice.
 
     Raises:
         ConfigError: one line for each such key, with the function, its file and the remedy.
@@ -64,10 +77,11 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
         problems.append(
             ConfigError(
                 "MW-RUN-030",
-                f"{source}: {section}.{key} = {path!r} would import the function {function} {where}, and importing it "
-                f"runs that code. If you trust it, add --trust-code, or name it yourself: "
-                f"--{section}.{key}={named_as}. Without that a run or checkpoint may name only meshwright's own "
-                f"builders ({', '.join(OWN_BUILDERS)}, hf:DIRECTORY; {OWN_DATASET})",
+                f"{source}: {section}.{key} = {path!r} would import the function {function}"
+                f" {where}, and importing it runs that code. If you trust it, add --trust-code, or"
+                f" name it yourself: --{section}.{key}={named_as}. Without that a run or checkpoint"
+                f" may name only meshwright's own builders ({', '.join(OWN_BUILDERS)},"
+                f" hf:DIRECTORY; {OWN_DATASET})",
             )
         )
     if problems:
@@ -75,27 +89,38 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
 
 
 def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Return (section, key, function) of all functions that a configuration names and that are not meshwright's own."""
+    """Return (section, key, function) of all functions that a configuration names and
+    that are not meshwright's own.
+    """
     found = []
     for section, key in CODE_KEYS:
         value = getattr(getattr(config, section), key)
-        paths = [each for each in ([value] if isinstance(value, str) else value or ()) if isinstance(each, str)]
+        paths = [
+            each
+            for each in ([value] if isinstance(value, str) else value or ())
+            if isinstance(each, str)
+        ]
         is_own = OWN_FUNCTIONS.get((section, key), _is_word)
         found += [(section, key, path) for path in paths if not is_own(path)]
     return found
 
 
 def _is_word(value: str) -> bool:
-    """Return whether a value names no code: "tensorboard" is a sink of ours, "cosine" and "1f1b" are schedules."""
+    """Return whether a value names no code: "tensorboard" is a sink of ours,
+    "cosine" and "1f1b" are schedules.
+    """
     return ":" not in value
 
 
 OWN_FUNCTIONS = {("model", "builder"): is_own_builder, ("data", "builder"): OWN_DATASET.__eq__}
-"""Key -> predicate of meshwright's own functions. Other keys have only words (names without a colon) of our own."""
+"""Key -> predicate of meshwright's own functions.
+Other keys have only words (names without a colon) of our own.
+"""
 
 
 def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
-    """Return the keys that ``overrides`` set, with their values, without builders that equal the saved one.
+    """Return the keys that ``overrides`` set, with their values,
+    without builders that equal the saved one.
 
     An override that names the saved builder changes nothing: it only marks the builder as trusted.
     """
@@ -108,12 +133,17 @@ def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, 
 
 
 def _is_same(value: Any, saved: Any) -> bool:
-    """Return whether an override of a key in CODE_KEYS names the saved function, or the saved list of functions."""
-    return bool(value == list(saved) if isinstance(saved, tuple) else current_name(str(value)) == saved)
+    """Return whether an override of a key in CODE_KEYS names the saved function,
+    or the saved list of functions.
+    """
+    return bool(
+        value == list(saved) if isinstance(saved, tuple) else current_name(str(value)) == saved
+    )
 
 
 def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
-    """Apply :func:`check_trusted` to a configuration that belongs to a run; any other one is the user's own.
+    """Apply :func:`check_trusted` to a configuration that belongs to a run;
+    any other one is the user's own.
 
     Raises:
         ConfigError: a builder is not trusted, or the configuration is invalid.
@@ -123,7 +153,9 @@ def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = F
 
 
 def comes_with_run(file: Path) -> bool:
-    """Check whether a file, or a link on the way to it, lies in a run directory, a checkpoint or an exported model."""
+    """Check whether a file, or a link on the way to it, lies in a run directory,
+    a checkpoint or an exported model.
+    """
     try:
         places = _places(file)
         if any(any(place.parent.glob(name)) for place in places for name in BESIDE):
@@ -134,7 +166,9 @@ def comes_with_run(file: Path) -> bool:
 
 
 def _places(file: Path) -> list[Path]:
-    """Return the absolute path of a file as it is named, and without links that of each link on the way to it."""
+    """Return the absolute path of a file as it is named,
+    and without links that of each link on the way to it.
+    """
     places = [Path(os.path.normpath(file.absolute()))]
     place = real_path(places[0].parent) / places[0].name
     while place.is_symlink() and len(places) <= MAX_LINKS:
@@ -145,4 +179,8 @@ def _places(file: Path) -> list[Path]:
 
 
 def _holds_run(folder: Path) -> bool:
-    return is_run(folder) or is_checkpoint(folder) or any(map(is_checkpoint, (folder / "checkpoints").glob("*")))
+    return (
+        is_run(folder)
+        or is_checkpoint(folder)
+        or any(map(is_checkpoint, (folder / "checkpoints").glob("*")))
+    )

@@ -1,1 +1,3 @@
-"""Pipeline schedules as data: built, lowered, checked, simulated and drawn by pure functions, executed unchanged."""
+"""Pipeline schedules as data: built, lowered, checked, simulated and drawn by pure functions,
+executed unchanged.
+"""

@@ -1,7 +1,9 @@
-"""Builders of compute schedules from a name, pp, chunks and interleave; :mod:`lower` adds communication.
+"""Builders of compute schedules from a name, pp, chunks and interleave;
+:mod:`lower` adds communication.
 
-GPipe and 1F1B are here. :mod:`interleaved` has several stages per rank; :mod:`zero_bubble`, :mod:`v_shape` and
-:mod:`dual_pipe` split the backward. In pictures F and B take one tick; (1), (2), ... mark the corresponding code.
+GPipe and 1F1B are here. :mod:`interleaved` has several stages per rank; :mod:`zero_bubble`,
+:mod:`v_shape` and :mod:`dual_pipe` split the backward. In pictures F and B take one tick; (1), (2),
+... mark the corresponding code.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ def gpipe(pp: int, chunks: int, interleave: int = 1) -> Schedule:
         rank 1 | .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
         rank 2 | .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
-    Bubble (pp-1) / (chunks+pp-1) of total time; every rank holds the activations of all ``chunks`` micro-batches.
+    Bubble (pp-1) / (chunks+pp-1) of total time; every rank holds the activations of all ``chunks``
+    micro-batches.
     """
 
     assert interleave == 1, interleave
@@ -40,15 +43,17 @@ def gpipe(pp: int, chunks: int, interleave: int = 1) -> Schedule:
 
 
 def one_f_one_b(pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """Build 1F1B: after the fill, forwards and backwards alternate (Narayanan 2021, "PipeDream-Flush").
+    """Build 1F1B: after the fill, forwards and backwards alternate (Narayanan 2021,
+    "PipeDream-Flush").
 
                  |(1)| |----- (2) -----| |-- (3) --|
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3     (1) pp-1-rank forwards fill the pipeline
         rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .      (2) forwards and backwards alternate
         rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .      (3) the remaining backwards
 
-    The bubble of gpipe, (pp-1) / (chunks+pp-1) of total time, but rank r never holds more than ``min(pp-r, chunks)``
-    micro-batches. With fewer micro-batches than ranks the fill is shorter; with one this is naive model parallelism.
+    The bubble of gpipe, (pp-1) / (chunks+pp-1) of total time, but rank r never holds more than
+    ``min(pp-r, chunks)`` micro-batches. With fewer micro-batches than ranks the fill is shorter;
+    with one this is naive model parallelism.
     """
 
     assert interleave == 1, interleave
@@ -78,10 +83,14 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """Build a compute schedule by name, or by a user's ``module:function``. ``interleave``: stages per pipeline rank.
+    """Build a compute schedule by name, or by a user's ``module:function``.
 
-    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an unsupported interleave.
+    ``interleave``: stages per pipeline rank.
+
+    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an unsupported
+    interleave.
     """
     check_degrees(name, list(BUILDERS), pp, chunks, interleave)
-    own = ":" in name
-    return own_schedule(name, pp, chunks, pp * interleave) if own else BUILDERS[name](pp, chunks, interleave)
+    if ":" in name:
+        return own_schedule(name, pp, chunks, pp * interleave)
+    return BUILDERS[name](pp, chunks, interleave)

@@ -1,10 +1,13 @@
-"""Atomic and durable writes: after a kill or a power cut a file has its old content or its new one. No torch.
+"""Atomic and durable writes: after a kill or a power cut a file has its old content or its new one.
+No torch.
 
-A file's bytes survive a power cut after an fsync of the file, its name after an fsync of its directory. A rename
-without the first can leave an empty file under the new name (ext4, XFS), one without the second the old name.
+A file's bytes survive a power cut after an fsync of the file, its name after an fsync of its
+directory. A rename without the first can leave an empty file under the new name (ext4, XFS), one
+without the second the old name.
 
-An output that a user names with --out is written by the same rename (`writing`, `write_out`). A path that cannot be
-written is refused before any work (`check_place`, which the command line calls for each command with --out).
+An output that a user names with --out is written by the same rename (`writing`, `write_out`). A
+path that cannot be written is refused before any work (`check_place`, which the command line calls
+for each command with --out).
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from meshwright.errors import ConfigError
 from meshwright.system.bounded import kind_of, real_path
 
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
-"""errno values of a directory that this process cannot have made, or whose file system has no fsync of directories."""
+"""errno values of a directory that this process cannot have made,
+or whose file system has no fsync of directories.
+"""
 
 
 def sync(path: Path) -> None:
-    """Sync a file's bytes, or a directory's names, to disk (fsync). Blocks. Also bytes that other processes wrote."""
+    """Sync a file's bytes, or a directory's names, to disk (fsync). Blocks.
+    Also bytes that other processes wrote.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
     try:
         os.fsync(descriptor)
@@ -35,10 +42,11 @@ def sync(path: Path) -> None:
 
 
 def sync_with_folders(files: Iterable[Path]) -> Iterator[tuple[Path, OSError]]:
-    """Sync files, then every directory above them on their file system, each once; yield the paths that fail.
+    """Sync files, then every directory above them on their file system, each once;
+    yield the paths that fail.
 
-    A missing file is left out. The directories count because a process may have made one and died before it synced the
-    name, after which no other process makes it again.
+    A missing file is left out. The directories count because a process may have made one and died
+    before it synced the name, after which no other process makes it again.
     """
     folders: dict[Path, None] = {}
     for file in files:
@@ -78,7 +86,8 @@ def sync_tree(directory: Path) -> None:
 def rename_synced(source: Path, target: Path) -> None:
     """Rename a file or directory, then fsync the directory of ``target``. A file there is replaced.
 
-    An NFS client repeats a request whose answer was lost. The server may refuse it then, because the source is gone.
+    An NFS client repeats a request whose answer was lost. The server may refuse it then, because
+    the source is gone.
     """
     moved = source.stat()
     try:
@@ -96,7 +105,8 @@ def _name_aside(name: str) -> str:
 
 @contextmanager
 def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``, with the same suffix. After the block it is renamed to ``path``.
+    """Yield a temporary path beside ``path``, with the same suffix.
+    After the block it is renamed to ``path``.
 
     An error in the block leaves ``path`` as it was, and removes the temporary file.
 
@@ -118,20 +128,25 @@ def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, is_durable: bool = True) -> None:
-    """Write or replace a file atomically; text as UTF-8. ``is_durable``: fsync it and its directory as well."""
+    """Write or replace a file atomically; text as UTF-8. ``is_durable``:
+    fsync it and its directory as well.
+    """
     with replacing(path, is_durable=is_durable) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def replace_in(directory: int, name: str, text: str) -> None:
-    """Write or replace a file atomically, but not durably, in a directory given by its open descriptor.
+    """Write or replace a file atomically, but not durably,
+    in a directory given by its open descriptor.
 
     The file goes where that directory is now, whatever its old path names.
     """
     aside = _name_aside(name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(aside, dir_fd=directory)  # as in `replacing`
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory)
+    descriptor = os.open(
+        aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory
+    )
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -161,7 +176,8 @@ def make_directory_synced(path: Path) -> None:
 def check_place(out: Path, *, folder: bool, example: str, option: str = "--out") -> None:
     """Check that ``out`` can be written. ``folder``: it must be a folder, else a file.
 
-    ``example``, a name for advice, and ``option``, the option that names ``out``, are for the messages.
+    ``example``, a name for advice, and ``option``, the option that names ``out``, are for the
+    messages.
 
     Raises:
         ConfigError: it has the wrong type, lies below a file, or is not writable.
@@ -171,7 +187,8 @@ def check_place(out: Path, *, folder: bool, example: str, option: str = "--out")
         there, wanted = ("a file", "folder") if folder else ("a folder", "file")
         near = out.with_name(f"{out.stem}-{example}") if folder else out / example
         raise ConfigError(
-            "MW-SYSTEM-003", f"{option} {out}: there is {there} of that name; name a {wanted}, such as {near}"
+            "MW-SYSTEM-003",
+            f"{option} {out}: there is {there} of that name; name a {wanted}, such as {near}",
         )
     if out.exists() and not out.is_dir() and not out.is_file():
         _check_special(out, out.with_name(f"{out.stem}-{example}"), option)
@@ -180,7 +197,9 @@ def check_place(out: Path, *, folder: bool, example: str, option: str = "--out")
     below = next(each for each in (target, *target.parents) if each.exists())
     if below != target and not below.is_dir():
         raise ConfigError(
-            "MW-SYSTEM-004", f"{option} {out}: {below} is a file, and nothing can lie below it: choose another place"
+            "MW-SYSTEM-004",
+            f"{option} {out}: {below} is a file, and nothing can lie below it: choose another"
+            " place",
         )
     for name in (*target.relative_to(below).parts, _name_aside(target.name)):
         (below / name).exists()  # raises if the name is too long
@@ -188,58 +207,72 @@ def check_place(out: Path, *, folder: bool, example: str, option: str = "--out")
     try:
         if not os.access(below, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        tempfile.TemporaryFile(dir=place).close()  # root has access to places where no file can be made, as in /proc
+        # root has access to places where no file can be made, as in /proc
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise ConfigError(
             "MW-SYSTEM-005",
-            f"{option} {out}: {below} cannot be written to ({error.strerror}): choose another place",
+            f"{option} {out}: {below} cannot be written to ({error.strerror}): choose another"
+            " place",
         ) from None
 
 
 def _check_special(out: Path, near: Path, option: str) -> None:
-    """Check a path that is no regular file. Pipes that this process holds, as in ``--out >(cat)``, are written to.
+    """Check a path that is no regular file. Pipes that this process holds, as in ``--out >(cat)``,
+    are written to.
 
-    A FIFO with a name is refused: opening it blocks until there is a reader. So is a socket, which cannot be opened.
+    A FIFO with a name is refused: opening it blocks until there is a reader. So is a socket, which
+    cannot be opened.
 
     Raises:
         ConfigError: it is one of these.
     """
     mode = out.stat().st_mode
-    has_name = real_path(out).exists()  # /dev/fd/63 leads to /proc/12/fd/pipe:[345], which is no path
+    # /dev/fd/63 leads to /proc/12/fd/pipe:[345], which is no path
+    has_name = real_path(out).exists()
     if has_name and not stat.S_ISCHR(mode):
         raise ConfigError(
             "MW-SYSTEM-010",
-            f"{option} {out}: there is {kind_of(mode)} of that name; name a file, such as {near}, or /dev/stdout",
+            f"{option} {out}: there is {kind_of(mode)} of that name; name a file, such as {near},"
+            " or /dev/stdout",
         )
 
 
 def leads_elsewhere(file: Path) -> Path | None:
-    """Return the target of a link to a file of another name outside of its folder; None: it is no such link.
+    """Return the target of a link to a file of another name outside of its folder; None:
+    it is no such link.
 
     The cache of Hugging Face's hub has ``snapshots/REVISION/FILE -> ../../blobs/HASH``.
     """
     home, end = real_path(file.parent), real_path(file)
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    return end if end.name != file.name and not any(end.is_relative_to(each) for each in homes) else None
+    if end.name != file.name and not any(end.is_relative_to(each) for each in homes):
+        return end
+    return None
 
 
 def check_inside(out: Path, directory: Path) -> None:
-    """Check that ``out``, a path in a directory that may be somebody else's, is and follows no link out of it.
+    """Check that ``out``, a path in a directory that may be somebody else's,
+    is and follows no link out of it.
 
     Raises:
         ConfigError: it leads elsewhere.
     """
     if real_path(out) != real_path(directory) / out.relative_to(directory):
         raise ConfigError(
-            "MW-SYSTEM-007", f"{out} is a link, and would be written to {real_path(out)}: remove it, or name an --out"
+            "MW-SYSTEM-007",
+            f"{out} is a link, and would be written to {real_path(out)}: remove it, or name an"
+            " --out",
         )
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Yield a path of the same suffix to write to, renamed to ``out`` after the block. The folder is made.
+    """Yield a path of the same suffix to write to, renamed to ``out`` after the block.
+    The folder is made.
 
-    An error leaves ``out`` as it was. A path that is no regular file, such as /dev/stdout, is written to directly.
+    An error leaves ``out`` as it was. A path that is no regular file, such as /dev/stdout, is
+    written to directly.
 
     Raises:
         ConfigError: it cannot be written, with the system's reason.
@@ -254,7 +287,8 @@ def writing(out: Path) -> Iterator[Path]:
             yield aside
     except OSError as error:
         raise ConfigError(
-            "MW-SYSTEM-006", f"--out {out}: cannot be written ({error.strerror}): choose another place"
+            "MW-SYSTEM-006",
+            f"--out {out}: cannot be written ({error.strerror}): choose another place",
         ) from error
 
 

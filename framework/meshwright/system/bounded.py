@@ -1,11 +1,13 @@
-"""Bounded readers for files that may come from anywhere: regular files only, with limits on bytes, depth and digits.
+"""Bounded readers for files that may come from anywhere: regular files only, with limits on bytes,
+depth and digits.
 
     FIFO, device, directory     refused before a byte is read (OSError, as for any file that cannot be read)
     too many bytes              OSError with EFBIG
     nested too deeply           ValueError, before a recursive parser sees the text
     integers of many digits     ValueError
 
-Callers turn OSError and ValueError into their own message; :func:`read_json` does it for them. No torch.
+Callers turn OSError and ValueError into their own message; :func:`read_json` does it for them. No
+torch.
 """
 
 from __future__ import annotations
@@ -35,9 +37,6 @@ MAX_LINE_BYTES = 64 * MIB
 MAX_DOCUMENT_BYTES = 4096 * MIB
 """Largest text file that is one document, in bytes."""
 MAX_TOML_BYTES = MIB
-MAX_YAML_BYTES = MIB // 4
-MAX_YAML_NODES = 100_000
-"""Maximum number of YAML nodes; an aliased node counts at each use."""
 
 _LONG_INTEGER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _KEY = r"(?:\"[^\"\n]*+\"|'[^'\n]*+'|[\w-]++)"
@@ -53,13 +52,16 @@ _KINDS = (
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path without links. Circular links stay, so that opening the path raises OSError;
-    Path.resolve would raise RuntimeError."""
+    """Return the absolute path without links. Circular links stay, so that opening the path raises
+    OSError; Path.resolve would raise RuntimeError.
+    """
     return Path(os.path.realpath(path))
 
 
 def why_unusable(path: Path, limit_bytes: int | None = None) -> str | None:
-    """Return why ``path`` cannot be used for a file of meshwright's; None: it can, or nothing is there yet."""
+    """Return why ``path`` cannot be used for a file of meshwright's; None: it can,
+    or nothing is there yet.
+    """
     try:
         found = path.stat()
     except OSError:
@@ -89,7 +91,9 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"{kind_of(mode)}, and a regular file is needed", os.fspath(path))
+            raise OSError(
+                errno.EINVAL, f"{kind_of(mode)}, and a regular file is needed", os.fspath(path)
+            )
         return io.BufferedReader(io.FileIO(descriptor, "rb"))
     except BaseException:
         os.close(descriptor)
@@ -99,7 +103,9 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 def read_bytes(path: str | os.PathLike[str], limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the content of a regular file of at most ``limit_bytes``. Raises OSError."""
     with open_regular(path) as file:
-        content = b"" if os.fstat(file.fileno()).st_size > limit_bytes else file.read(limit_bytes + 1)
+        content = b""
+        if os.fstat(file.fileno()).st_size <= limit_bytes:
+            content = file.read(limit_bytes + 1)
         size = os.fstat(file.fileno()).st_size
     if content is None:  # a file of /proc that waits for news, read without blocking
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), os.fspath(path))
@@ -113,14 +119,19 @@ def read_bytes(path: str | os.PathLike[str], limit_bytes: int = MAX_FILE_BYTES) 
 
 
 def read_text(
-    path: str | os.PathLike[str], limit_bytes: int = MAX_FILE_BYTES, *, encoding: str = "utf-8", errors: str = "strict"
+    path: str | os.PathLike[str],
+    limit_bytes: int = MAX_FILE_BYTES,
+    *,
+    encoding: str = "utf-8",
+    errors: str = "strict",
 ) -> str:
     """Return the text of a regular file. Raises OSError, UnicodeDecodeError."""
     return read_bytes(path, limit_bytes).decode(encoding, errors)
 
 
 def lines(file: IO[bytes], limit_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Split an open file, plain or unpacked by gzip, into (line number from 1, line with its line feed).
+    """Split an open file, plain or unpacked by gzip, into (line number from 1,
+    line with its line feed).
 
     Raises:
         ValueError: a line of more than ``limit_bytes``; memory use is bounded by it.
@@ -130,7 +141,9 @@ def lines(file: IO[bytes], limit_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[
         if not line:
             return
         if len(line) > limit_bytes:
-            raise ValueError(f"line {number} is longer than the {limit_bytes:,} bytes that are read of a line")
+            raise ValueError(
+                f"line {number} is longer than the {limit_bytes:,} bytes that are read of a line"
+            )
         yield number, line
 
 
@@ -138,7 +151,8 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """Parse JSON. ``hooks``: those of :func:`json.loads`.
 
     Raises:
-        ValueError: not JSON, not UTF-8, nested too deeply, or an integer of too many digits; with the place.
+        ValueError: not JSON, not UTF-8, nested too deeply, or an integer of too many digits; with
+            the place.
     """
     try:
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -152,10 +166,12 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        raise ValueError(_in_our_words(error, text)) from None
+        raise ValueError(in_our_words(error, text)) from None
 
 
-def read_json(path: Path, kind: type[UserError], limit_bytes: int = MAX_FILE_BYTES, advice: str = "") -> Any:
+def read_json(
+    path: Path, kind: type[UserError], limit_bytes: int = MAX_FILE_BYTES, advice: str = ""
+) -> Any:
     """Return the JSON document in a file.
 
     Raises:
@@ -165,23 +181,32 @@ def read_json(path: Path, kind: type[UserError], limit_bytes: int = MAX_FILE_BYT
         return parse_json(read_bytes(path, limit_bytes))
     except OSError as error:
         raise kind(
-            "MW-SYSTEM-001", f"{path}: cannot be read ({error.strerror or error}){advice and f'; {advice}'}"
+            "MW-SYSTEM-001",
+            f"{path}: cannot be read ({error.strerror or error}){advice and f'; {advice}'}",
         ) from None
     except ValueError as error:
-        raise kind("MW-SYSTEM-002", f"{path}: not valid JSON: {error}{advice and f'; {advice}'}") from None
+        raise kind(
+            "MW-SYSTEM-002", f"{path}: not valid JSON: {error}{advice and f'; {advice}'}"
+        ) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        ValueError: not TOML (tomllib.TOMLDecodeError), too long, nested too deeply, or an integer of too many digits.
+        ValueError: not TOML (tomllib.TOMLDecodeError), too long, nested too deeply, or an integer
+            of too many digits.
     """
     if len(text) > MAX_TOML_BYTES:
-        raise ValueError(f"{len(text):,} characters, and at most {MAX_TOML_BYTES:,} are read of TOML")
+        raise ValueError(
+            f"{len(text):,} characters, and at most {MAX_TOML_BYTES:,} are read of TOML"
+        )
     long_key = _LONG_KEY.search(text)
     if long_key is not None:
-        raise ValueError(f"a key of more than {MAX_DEPTH} parts (at line {_line_of(text, long_key.start())}, column 1)")
+        raise ValueError(
+            f"a key of more than {MAX_DEPTH} parts (at line {_line_of(text, long_key.start())},"
+            " column 1)"
+        )
     try:
         document = tomllib.loads(text)
     except RecursionError:
@@ -189,39 +214,14 @@ def parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:
-        raise ValueError(_in_our_words(error, text)) from None
+        raise ValueError(in_our_words(error, text)) from None
     check_values(document)
     return document
 
 
-def parse_yaml(text: str) -> tuple[Any, Any]:
-    """Parse YAML with PyYAML's pure SafeLoader -> (document, its root node; None and None where there is none).
-
-    libyaml's C parser overflows the stack on deep nesting, so it is never used. Tags construct plain values only.
-
-    Raises:
-        ValueError: too long, nested too deeply, expanded to too many nodes by aliases, or an integer of many digits.
-        yaml.YAMLError: not YAML.
-    """
-    import yaml
-
-    if len(text) > MAX_YAML_BYTES:
-        raise ValueError(f"{len(text):,} characters, and at most {MAX_YAML_BYTES:,} are read of YAML")
-    _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        document = None if root is None else loader.construct_document(root)
-    except RecursionError:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
-    except ValueError as error:
-        raise ValueError(_in_our_words(error, text)) from None
-    check_values(document)
-    return document, root
-
-
 def check_values(document: Any) -> None:
-    """Check that a parsed document is no deeper than MAX_DEPTH and its integers no longer than MAX_DIGITS.
+    """Check that a parsed document is no deeper than MAX_DEPTH and its integers no longer
+    than MAX_DIGITS.
 
     Raises:
         ValueError: a limit is exceeded; names the key.
@@ -236,7 +236,9 @@ def check_values(document: Any) -> None:
         elif isinstance(value, list | tuple | set):
             waiting += [(inner, depth + 1, key) for inner in value]
         elif isinstance(value, int) and value.bit_length() > MAX_DIGITS * 10 // 3:
-            raise ValueError(f"an integer of more than {MAX_DIGITS:,} digits" + (f" (in {key})" if key else ""))
+            raise ValueError(
+                f"an integer of more than {MAX_DIGITS:,} digits" + (f" (in {key})" if key else "")
+            )
 
 
 def shortened(text: str, length: int = 200) -> str:
@@ -245,7 +247,9 @@ def shortened(text: str, length: int = 200) -> str:
 
 
 def abridge_words(text: str, length: int = 1000) -> str:
-    """Return a message whose words have at most ``length`` characters: the value in it may be of any length."""
+    """Return a message whose words have at most ``length`` characters:
+    the value in it may be of any length.
+    """
     return re.sub(rf"\S{{{length + 1},}}", lambda found: shortened(found[0], length // 2), text)
 
 
@@ -258,43 +262,17 @@ def _check_depth(raw: bytes) -> None:
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
-def _check_events(events: Iterator[Any]) -> None:
-    """Check depth, aliases and integers on YAML's event stream, without recursion."""
-    import yaml
-
-    sizes: dict[str, int] = {}
-    open_: list[tuple[str | None, int]] = []
-    total = 0
-    for event in events:
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == anchor for anchor, _ in open_):
-                raise ValueError(f"an alias in it contains itself (at line {line})")
-            total += sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            open_.append((event.anchor, total))
-            total += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_.pop()
-            if anchor is not None:
-                sizes[anchor] = total - before
-        elif isinstance(event, yaml.ScalarEvent):
-            total += 1
-            if event.style is None and re.fullmatch(rf"[-+\w:.]{{{MAX_DIGITS + 1},}}", event.value):
-                raise ValueError(f"a number of more than {MAX_DIGITS:,} digits (at line {line})")
-        if len(open_) > MAX_DEPTH:
-            raise ValueError(f"nested more than {MAX_DEPTH} deep (at line {line})")
-        if total > MAX_YAML_NODES:
-            raise ValueError(f"more than {MAX_YAML_NODES:,} values with its aliases put in (at line {line})")
-
-
-def _in_our_words(error: ValueError, text: str | bytes) -> str:
-    """Return a message of this module for Python's too-many-digits error; other messages unchanged."""
+def in_our_words(error: ValueError, text: str | bytes) -> str:
+    """Return a message of this module for Python's too-many-digits error;
+    other messages unchanged.
+    """
     if "int_max_str_digits" not in str(error):
         return str(error)
     decoded = text if isinstance(text, str) else text.decode("utf-8", "replace")
     found = _LONG_INTEGER.search(decoded.replace("_", ""))
-    where = f" (at line {_line_of(decoded, found.start())}, column 1)" if found and "_" not in decoded else ""
+    where = ""
+    if found and "_" not in decoded:
+        where = f" (at line {_line_of(decoded, found.start())}, column 1)"
     return f"an integer of more than {MAX_DIGITS:,} digits{where}"
 
 

@@ -1,7 +1,8 @@
-"""This machine: network interfaces towards other nodes, a listener, the node's name, and its compilers.
+"""This machine: network interfaces towards other nodes, a listener, the node's name,
+and its compilers.
 
-NCCL and gloo guess interfaces, and fail where a node has a management network, a docker bridge or a host name that
-resolves to 127.0.1.1.
+NCCL and gloo guess interfaces, and fail where a node has a management network, a docker bridge or a
+host name that resolves to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ NODES = "MESHWRIGHT_NODES"
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that routes packets to ``host``; on that host itself, the one that has its address.
+    """Return the interface that routes packets to ``host``; on that host itself,
+    the one that has its address.
 
-    None where it cannot be determined: the name is unknown, it means the loopback here (no other machine is on that),
-    or no interface has the address (IPv6, not Linux).
+    None where it cannot be determined: the name is unknown, it means the loopback here (no other
+    machine is on that), or no interface has the address (IPv6, not Linux).
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -46,7 +48,9 @@ def interface_towards(host: str) -> str | None:
 
 
 def loopback() -> str:
-    """Return the name of the loopback interface, so that ranks of one machine need not resolve its host name."""
+    """Return the name of the loopback interface,
+    so that ranks of one machine need not resolve its host name.
+    """
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
@@ -56,8 +60,8 @@ def node_name() -> str:
 
 
 def own_address(towards: str) -> str | None:
-    """Return the IPv4 address at which other nodes reach this one, as gloo will choose it; None if it cannot be
-    determined.
+    """Return the IPv4 address at which other nodes reach this one, as gloo will choose it; None if
+    it cannot be determined.
 
     It is that of GLOO_SOCKET_IFNAME, or of the interface that routes packets to ``towards``.
     """
@@ -70,10 +74,12 @@ def own_address(towards: str) -> str | None:
 
 
 def open_listener(host: str, port: int) -> socket.socket | None:
-    """Open a socket that listens at the address of ``host`` (MASTER_ADDR) on this node, and at no other.
+    """Open a socket that listens at the address of ``host`` (MASTER_ADDR) on this node,
+    and at no other.
 
-    None where torch has to listen on all interfaces: a name that means the loopback here may mean another address
-    elsewhere (Debian's 127.0.1.1), and an address in front of a container is no interface's.
+    None where torch has to listen on all interfaces: a name that means the loopback here may mean
+    another address elsewhere (Debian's 127.0.1.1), and an address in front of a container is no
+    interface's.
 
     Raises:
         OSError: the port is taken.
@@ -83,7 +89,9 @@ def open_listener(host: str, port: int) -> socket.socket | None:
     except ValueError:
         found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM) if host else []
         local = host == "localhost"
-        addresses = [str(place[0]) for *_, place in found if local or not str(place[0]).startswith("127.")]
+        addresses = [
+            str(place[0]) for *_, place in found if local or not str(place[0]).startswith("127.")
+        ]
     for address in addresses[:1]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -104,9 +112,13 @@ def _address_of(interface: str, via: socket.socket) -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """Return the names of the tools that this machine lacks to compile CUDA kernels (torch.compile, Triton)."""
+    """Return the names of the tools that this machine lacks to compile CUDA kernels (torch.compile,
+    Triton).
+    """
     found = {
         "Triton": find_spec("triton") is not None,
-        "a C compiler": any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")),
+        "a C compiler": any(
+            shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")
+        ),
     }
     return [name for name, is_here in found.items() if not is_here]

@@ -1,7 +1,8 @@
-"""Whole numbers from text of any origin: environment variables, options, names of files. The only place that parses
-them.
+"""Whole numbers from text of any origin: environment variables, options, names of files. The only
+place that parses them.
 
-``int()`` also accepts digits of other scripts, blanks and underscores, and raises ValueError beyond 4,300 digits.
+``int()`` also accepts digits of other scripts, blanks and underscores, and raises ValueError beyond
+4,300 digits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _WHOLE = re.compile(r"-?[0-9]{1,19}")
 
 
 def whole_number(text: str, low: int = 0, high: int = MAX_INT64) -> int | None:
-    """Return the whole number from ``low`` to ``high`` that ``text`` is in decimal digits, else None. Never raises."""
+    """Return the whole number from ``low`` to ``high`` that ``text`` is in decimal digits,
+    else None. Never raises.
+    """
     if _WHOLE.fullmatch(text) is None:
         return None
     number = int(text)
@@ -29,7 +32,11 @@ def whole_number(text: str, low: int = 0, high: int = MAX_INT64) -> int | None:
 
 
 def environment_number(
-    name: str, default: int, low: int = 0, high: int = MAX_INT64, env: Mapping[str, str] = os.environ
+    name: str,
+    default: int,
+    low: int = 0,
+    high: int = MAX_INT64,
+    env: Mapping[str, str] = os.environ,
 ) -> int:
     """Return the whole number in an environment variable; ``default`` if it is unset or empty.
 
@@ -43,8 +50,9 @@ def environment_number(
     if number is None:
         raise MeshError(
             "MW-SYSTEM-008",
-            f"the environment has {name} = {shortened(text, 80)!r}, which is no whole number from {low:,} to {high:,}: "
-            f"start with `meshwright train`, torchrun or srun, which set it, or unset it",
+            f"the environment has {name} = {shortened(text, 80)!r}, which is no whole number from"
+            f" {low:,} to {high:,}: start with `meshwright train`, torchrun or srun, which set it,"
+            " or unset it",
         )
     return number
 
@@ -55,4 +63,6 @@ def job_restarts(env: Mapping[str, str] = os.environ) -> int:
     Raises:
         MeshError: SLURM_RESTART_COUNT is no number.
     """
-    return environment_number("SLURM_RESTART_COUNT", 0, high=2**31, env=env) if env.get("SLURM_JOB_ID") else 0
+    if env.get("SLURM_JOB_ID"):
+        return environment_number("SLURM_RESTART_COUNT", 0, high=2**31, env=env)
+    return 0

@@ -1,14 +1,17 @@
-"""This process: requests to stop, file locks, threads and exit without waiting, versions of its software. No torch.
+"""This process: requests to stop, file locks, threads and exit without waiting,
+versions of its software. No torch.
 
-Slurm, a launcher or a user stops a run with a signal. All ranks save at the same step and leave with exit code 85:
+Slurm, a launcher or a user stops a run with a signal. All ranks save at the same step and leave
+with exit code 85:
 
     rank 5      SIGTERM      recorded
     all ranks   ... STEP     the all-reduce of every step carries the request to all ranks, in the same step
     all ranks   save         further signals are ignored
     all ranks   leave        Preempted: exit code 85, "run the same command again"
 
-SIGHUP and SIGINT that were ignored when the run was started (nohup, a shell's &) stay ignored, in the launcher and in
-all ranks. The others are handled all the same: torchrun's wrapper in a job script ignores USR1 and USR2 for itself.
+SIGHUP and SIGINT that were ignored when the run was started (nohup, a shell's &) stay ignored, in
+the launcher and in all ranks. The others are handled all the same: torchrun's wrapper in a job
+script ignores USR1 and USR2 for itself.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 from meshwright.errors import HangError, UserError
@@ -36,20 +39,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 KEPT_IGNORED = (signal.SIGHUP, signal.SIGINT)
 """Signals that stay ignored if this process inherits that."""
 LISTENING = "MESHWRIGHT_LISTENING"
-"""Environment variable with a directory. A process that handles signals creates a file there, named by its id."""
+"""Environment variable with a directory. A process that handles signals creates a file there,
+named by its id.
+"""
 
 GiveUp = Callable[[UserError], None]
-"""Handler that ends this process, whose main thread may be stuck. Must not return; called in another thread."""
+"""Handler that ends this process, whose main thread may be stuck. Must not return;
+called in another thread.
+"""
 
 
 class StopRequest:
-    """Context manager that stores the first of SIGNALS instead of ending the process; later ones are ignored.
+    """Context manager that stores the first of SIGNALS instead of ending the process;
+    later ones are ignored.
 
-    On exit it restores the handlers, unless a signal has arrived. The process then leaves with its work saved, and a
-    second signal must not change its exit.
+    On exit it restores the handlers, unless a signal has arrived. The process then leaves with its
+    work saved, and a second signal must not change its exit.
 
-    Python runs a handler between two instructions of the main thread: a rank that waits in a collective stores the
-    signal when the collective has ended. Entered from another thread it has no effect.
+    Python runs a handler between two instructions of the main thread: a rank that waits in a
+    collective stores the signal when the collective has ended. Entered from another thread it has
+    no effect.
     """
 
     def __init__(self) -> None:
@@ -66,7 +75,7 @@ class StopRequest:
                 (Path(place) / str(os.getpid())).touch()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.signal is None:
             for each, handler in self._before.items():
                 signal.signal(each, handler)
@@ -81,7 +90,9 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGNALS until this process exits, because its work is saved and its exit code must not change."""
+    """Ignore SIGNALS until this process exits,
+    because its work is saved and its exit code must not change.
+    """
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
@@ -92,13 +103,16 @@ def ignored_signals() -> list[signal.Signals]:
 
 
 class FileLock:
-    """Kernel lock (flock) on an open file or directory; it ends with :meth:`close`, or with this process.
+    """Kernel lock (flock) on an open file or directory; it ends with :meth:`close`,
+    or with this process.
 
-    A killed process leaves nothing to clean up. Forked children do not hold the lock, nor do the programs they execute.
+    A killed process leaves nothing to clean up. Forked children do not hold the lock, nor do the
+    programs they execute.
 
-    NOTE [filelock package]: its UnixFileLock takes exclusive locks only, falls back to a marker file where there is no
-    flock, and hides the descriptor. A run's lock needs a shared probe that excludes nobody, a warning instead of a
-    marker, and the descriptor to detect that the file was replaced.
+    NOTE [filelock package]: its UnixFileLock takes exclusive locks only, falls back to a marker
+    file where there is no flock, and hides the descriptor. A run's lock needs a shared probe that
+    excludes nobody, a warning instead of a marker, and the descriptor to detect that the file was
+    replaced.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT, mode: int = 0o644) -> None:
@@ -109,7 +123,7 @@ class FileLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def take(self, *, is_shared: bool = False) -> bool:
@@ -119,7 +133,9 @@ class FileLock:
             OSError: the file system has no locks, or does not answer.
         """
         try:
-            fcntl.flock(self.descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(
+                self.descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
+            )
         except BlockingIOError:
             return False
         return True
@@ -135,10 +151,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def map_in_daemon_threads(function: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
+def map_in_daemon_threads(
+    function: Callable[[Item], Result], items: Iterable[Item], num_threads: int
+) -> list[Result]:
     """Return the results for all items, in order, or raise the first error; blocks.
 
-    The interpreter waits at exit for the threads of a ThreadPoolExecutor, but not for these, should a read hang.
+    The interpreter waits at exit for the threads of a ThreadPoolExecutor, but not for these, should
+    a read hang.
     """
     futures = [(item, Future[Result]()) for item in items]
     waiting = iter(futures)
@@ -156,12 +175,14 @@ def map_in_daemon_threads(function: Callable[[Item], Result], items: Iterable[It
 
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:
-    """End this process without the interpreter's shutdown, which may wait for threads and peers that are gone.
+    """End this process without the interpreter's shutdown,
+    which may wait for threads and peers that are gone.
 
     Flushes stdout and stderr, then waits ``after_s`` seconds.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError):  # closed from the start, or a pipe without a reader
+        # closed from the start, or a pipe without a reader
+        with contextlib.suppress(AttributeError, OSError):
             stream.flush()
     time.sleep(after_s)
     os._exit(exit_code)
@@ -187,8 +208,14 @@ def is_alive(pid: int) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of meshwright, Python and torch, as checkpoints record them. Does not import torch."""
-    return {"meshwright": own_version(), "python": platform.python_version(), "torch": _version("torch")}
+    """Return the versions of meshwright, Python and torch, as checkpoints record them.
+    Does not import torch.
+    """
+    return {
+        "meshwright": own_version(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+    }
 
 
 def own_version() -> str:

@@ -1,4 +1,5 @@
-"""Secrets in text, found by the name of a value or by the form of a URL. No secret may be stored, shown or uploaded.
+"""Secrets in text, found by the name of a value or by the form of a URL. No secret may be stored,
+shown or uploaded.
 
     api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret by its name
     auth = ["me", "..."]    credentials = "..."     dsn = "..."            sas_url = "..."      the same
@@ -7,8 +8,8 @@
     https://host/x?sig=...      ?X-Amz-Signature=...      #access_token=...                     the same
     AccountName=me;AccountKey=...      host=db password=...      Bearer ...                     in a connection string
 
-A name is split at its underscores, dashes, dots and capitals. SECRET_WORDS count anywhere in it; SECRET_LAST_WORDS only
-as its last word, and only if the value is text. No torch.
+A name is split at its underscores, dashes, dots and capitals. SECRET_WORDS count anywhere in it;
+SECRET_LAST_WORDS only as its last word, and only if the value is text. No torch.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ def is_secret_name(name: str) -> bool:
     words = split_name(name)
     if SECRET_WORDS & {*words}:
         return True
-    return words[-1] in SECRET_LAST_WORDS and not (words[-1] == "token" and VOCABULARY_WORDS & {*words[:-1]})
+    return words[-1] in SECRET_LAST_WORDS and not (
+        words[-1] == "token" and VOCABULARY_WORDS & {*words[:-1]}
+    )
 
 
 def hide_secrets(text: str) -> str:
-    """Return text with the passwords and tokens in its URLs and connection strings replaced by ``***``."""
+    """Return text with the passwords and tokens in its URLs
+    and connection strings replaced by ``***``.
+    """
     text = _PARAMETER.sub(_hide_parameter, _USER.sub(_hide_user, text))
     return _BEARER.sub(f"Bearer {HIDDEN}", _ASSIGNMENT.sub(_hide_assignment, text))
 
@@ -66,7 +71,9 @@ def without_user(url: str) -> str:
 
 
 def _hide_user(found: re.Match[str]) -> str:
-    """Hide a password, or the token that stands alone before the host of a web server (``git@`` is a name)."""
+    """Hide a password, or the token that stands alone before the host
+    of a web server (``git@`` is a name).
+    """
     user, colon, password = found["user"].partition(":")
     is_web = found["scheme"].lower() in ("http", "https")
     if (colon and not password) or (not colon and not is_web) or HIDDEN in (user, password):
@@ -86,6 +93,9 @@ def _hide_assignment(found: re.Match[str]) -> str:
     words = split_name(name)
     if HIDDEN in found["value"]:
         return found[0]
-    is_secret = bool(SECRET_WORDS & {*words}) or words[-2:] in (["account", "key"], ["access", "key"])
+    is_secret = bool(SECRET_WORDS & {*words}) or words[-2:] in (
+        ["account", "key"],
+        ["access", "key"],
+    )
     is_secret = is_secret or words[-2:] == ["access", "signature"]
     return f"{name}={HIDDEN}" if is_secret else found[0]

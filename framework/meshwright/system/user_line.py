@@ -13,13 +13,20 @@ CALLER = "torch.nn.modules.module"
 
 
 def user_line() -> str:
-    """Return "FILE:LINE, `CODE`" of the call in a layer's code that led to the current operation; "": there is none.
+    """Return "FILE:LINE, `CODE`" of the call in a layer's code that led to the current operation;
+    "": there is none.
 
     It is the innermost one outside of torch, or in torch.nn for a layer that is all torch's.
     """
-    calls = _layer_calls(_beneath_own_code(sys._getframe(1)))  # what watches the operation is left out
+    calls = _layer_calls(
+        _beneath_own_code(sys._getframe(1))
+    )  # what watches the operation is left out
     outside = [call for call in calls if not _is_torch(call)]
-    of_torch = [call for call in calls if _module_of(call).startswith("torch.nn.") and _module_of(call) != CALLER]
+    of_torch = [
+        call
+        for call in calls
+        if _module_of(call).startswith("torch.nn.") and _module_of(call) != CALLER
+    ]
     for call in outside or of_torch:
         file, line = call.f_code.co_filename, call.f_lineno
         return f"{file}:{line}, `{linecache.getline(file, line).strip()}`"
@@ -32,7 +39,8 @@ def _layer_calls(frame: FrameType | None) -> list[FrameType]:
     while frame is not None:
         if is_own_code(_module_of(frame)):
             frame = _beneath_own_code(frame)
-            if frame is None or not _is_torch(frame):  # it runs the layer; else it is around the forward of a module
+            # it runs the layer; else it is around the forward of a module
+            if frame is None or not _is_torch(frame):
                 break
         calls.append(frame)
         frame = frame.f_back

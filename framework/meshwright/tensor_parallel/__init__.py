@@ -1,1 +1,3 @@
-"""Tensor parallelism: sharding plans applied to plain modules, sequence parallelism, vocab-parallel cross-entropy."""
+"""Tensor parallelism: sharding plans applied to plain modules, sequence parallelism,
+vocab-parallel cross-entropy.
+"""

@@ -14,8 +14,8 @@ from meshwright.mesh.comm import Group
 class _CountGradient(torch.autograd.Function):
     """Identity; its backward counts the collective that follows, and makes the gradient contiguous.
 
-    It runs just before the backward of a region. megatron-core sums ``gradient.contiguous()`` in place and returns
-    ``gradient``, so a non-contiguous gradient would be returned unsummed.
+    It runs just before the backward of a region. megatron-core sums ``gradient.contiguous()`` in
+    place and returns ``gradient``, so a non-contiguous gradient would be returned unsummed.
     """
 
     @staticmethod
@@ -32,8 +32,11 @@ class _CountGradient(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def count_backward(y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False) -> Tensor:
-    """Attach the count of a backward collective to ``y``, the output of a megatron-core region; return ``y``.
+def count_backward(
+    y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False
+) -> Tensor:
+    """Attach the count of a backward collective to ``y``, the output of a megatron-core region;
+    return ``y``.
 
     Args:
         parts: ratio of the collective's message to the bytes of ``y``.

@@ -1,4 +1,5 @@
-"""Cross-entropy of logits that are split over the vocabulary: no rank ever holds a full row of them.
+"""Cross-entropy of logits that are split over the vocabulary:
+no rank ever holds a full row of them.
 
 With x the logits of one token, m the largest of them over all ranks, and t its label:
 
@@ -8,16 +9,19 @@ With x the logits of one token, m the largest of them over all ranks, and t its 
              --- |-all-reduce-| ------------------------------- |-all-reduce-| ---- the same on all ranks
     rank 1   max |    max     | sum exp, 0                      |    sum     | loss
 
-With label smoothing e and a z-loss of z (lse = m + log(sum)), q[v] = (1 - e) (v == t) + e/V as in torch:
+With label smoothing e and a z-loss of z (lse = m + log(sum)), q[v] = (1 - e) (v == t) + e/V as in
+torch:
 
     loss = log(sum) - sum over V of q[v] (x[v] - m) + z lse^2
     d loss / d x[v] = (1 + 2 z lse) exp(x[v] - m) / sum - q[v]
 
-Backward keeps the input logits themselves and two numbers per token. The caller must not overwrite the logits before
-backward (autograd would notice). megatron-core's function is the reference in the tests and not used here: it computes
-in float32 for every input, overwrites float32 logits, has no padding and reads a global group.
+Backward keeps the input logits themselves and two numbers per token. The caller must not overwrite
+the logits before backward (autograd would notice). megatron-core's function is the reference in the
+tests and not used here: it computes in float32 for every input, overwrites float32 logits, has no
+padding and reads a global group.
 
-Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank; the last may be padding.
+Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this rank; the last may
+be padding.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ModelError
-from meshwright.mesh.comm import Group, rows_per_chunk
+from meshwright.mesh.comm import Group
+from meshwright.model.chunked_loss import rows_per_chunk
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.layers import VocabHead, vocab_slice
 from meshwright.tensor_parallel.ranges import check_range
@@ -48,12 +53,14 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the per-token losses (B, S), the same on all ranks; 0 where ignored.
 
-    They are float64 for float64 logits, else float32. All tp ranks must call it together. Forward blocks for two
-    all-reduces over tp, of (B, S) and (2, B, S): in total 6 B S (tp-1)/tp numbers of the losses' dtype on the wire per
-    rank; with label smoothing (3, B, S) and 8. Backward does not communicate. Logits are never overwritten.
+    They are float64 for float64 logits, else float32. All tp ranks must call it together. Forward
+    blocks for two all-reduces over tp, of (B, S) and (2, B, S): in total 6 B S (tp-1)/tp numbers of
+    the losses' dtype on the wire per rank; with label smoothing (3, B, S) and 8. Backward does not
+    communicate. Logits are never overwritten.
 
     Args:
-        logits: (B, S, L), this rank's columns; (B, S, V) on every rank where the head is not split over the vocabulary.
+        logits: (B, S, L), this rank's columns; (B, S, V) on every rank where the head is not split
+            over the vocabulary.
         labels: (B, S) int64, each in [0, V) or equal to ``ignore``.
         group: the tp group.
         label_smoothing: share of each label spread evenly over the V real tokens.
@@ -70,8 +77,14 @@ def vocab_parallel_cross_entropy(
         return losses.view(labels.shape)
     check_range(labels, vocab_size, ignore)
     rows = vocab_slice(vocab_size, group.rank, group.size)
-    assert logits.shape == (*labels.shape, rows.padded), (tuple(logits.shape), tuple(labels.shape), rows)
-    columns = _Columns(group, rows.start, rows.stop, ignore, dtype, label_smoothing, z_loss, vocab_size)
+    assert logits.shape == (*labels.shape, rows.padded), (
+        tuple(logits.shape),
+        tuple(labels.shape),
+        rows,
+    )
+    columns = _Columns(
+        group, rows.start, rows.stop, ignore, dtype, label_smoothing, z_loss, vocab_size
+    )
     losses = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), columns)  # type: ignore[no-untyped-call]
     return losses.view(labels.shape)  # type: ignore[no-any-return]
 
@@ -128,7 +141,8 @@ class _CrossEntropy(torch.autograd.Function):
         group.all_reduce(sums).wait()
 
         log_sum = sums[0].log_()
-        ctx.save_for_backward(logits, labels, largest, log_sum)  # kept apart: largest + log_sum would lose digits
+        # kept apart: largest + log_sum would lose digits
+        ctx.save_for_backward(logits, labels, largest, log_sum)
         ctx.columns = columns
         losses = log_sum - sums[1]
         if smoothing:
@@ -164,12 +178,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def split_vocab_size(layers: nn.Sequential, infos: Mapping[str, ParameterInfo]) -> int | None:
-    """Return the full vocabulary size if the last layer's logits are split over it on this rank; None: they are full.
+    """Return the full vocabulary size if the last layer's logits are split over it on this rank;
+    None: they are full.
 
     ``infos``: parameters by name in the whole model.
     """
     name, last = list(layers.named_children())[-1]
-    heads = [name for name, module in last.named_modules(prefix=name) if isinstance(module, VocabHead)]
+    heads = [
+        name for name, module in last.named_modules(prefix=name) if isinstance(module, VocabHead)
+    ]
     return infos[f"{heads[-1]}.weight"].global_shape[0] if heads else None
 
 
@@ -192,23 +209,30 @@ def check_output_shape(
     if has_own_loss:
         raise ModelError(
             "MW-RUN-002",
-            f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan",
+            f"{gives}, and the model's own loss wants all of it: leave that layer out of the"
+            " sharding_plan",
         )
-    if not any(isinstance(module, VocabHead) for module in last.modules()) or local[:-1] != full[:-1]:
+    if (
+        not any(isinstance(module, VocabHead) for module in last.modules())
+        or local[:-1] != full[:-1]
+    ):
         raise ModelError(
             "MW-RUN-003",
-            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary, or beside it "
-            f"and sees a part of the sequence. Make each linear that returns logits part of the last layer and "
-            f"'vocab', or leave all of them out of the sharding_plan",
+            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the"
+            " vocabulary, or beside it and sees a part of the sequence. Make each linear that"
+            " returns logits part of the last layer and 'vocab', or leave all of them out of the"
+            " sharding_plan",
         )
 
 
 def check_full_sequence(layers: nn.Sequential, *, sequence: bool) -> None:
-    """Raise :class:`ModelError` where the logits are full, but sequence parallelism leaves a part of the sequence."""
+    """Raise :class:`ModelError` where the logits are full,
+    but sequence parallelism leaves a part of the sequence.
+    """
     if sequence:
         raise ModelError(
             "MW-RUN-006",
-            f"parallel.sequence = true, but the last layer, {list(layers._modules)[-1]}, has no linear sharded as "
-            f"'vocab': its input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
-            f"parallel.sequence = false",
+            f"parallel.sequence = true, but the last layer, {list(layers._modules)[-1]}, has no"
+            " linear sharded as 'vocab': its input would be a part of the sequence only. Add it to"
+            " the model's sharding_plan, or set parallel.sequence = false",
         )

@@ -15,7 +15,9 @@ from meshwright.tensor_parallel.megatron import Mappings
 
 
 class _Resize(torch.autograd.Function):
-    """New empty tensor: (.., n, ..) -> (.., length, ..) along ``dim``; backward returns the input's shape."""
+    """New empty tensor: (.., n, ..) -> (.., length, ..) along ``dim``;
+    backward returns the input's shape.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int) -> Tensor:
@@ -41,4 +43,6 @@ def mappings(size: int) -> Mappings:
     def shortens(x: Tensor, group: Any, dim: int = 0) -> Tensor:
         return _Resize.apply(x, dim, x.shape[dim] // size)  # type: ignore[no-untyped-call,no-any-return]
 
-    return Mappings(passes, passes, lengthens, shortens, partial(lengthens, dim=-1), partial(shortens, dim=-1))
+    return Mappings(
+        passes, passes, lengthens, shortens, partial(lengthens, dim=-1), partial(shortens, dim=-1)
+    )

@@ -1,11 +1,13 @@
-"""Column and row linears in float8: scales are the same on all tp ranks where tp cuts the contracted dim.
+"""Column and row linears in float8: scales are the same on all tp ranks
+where tp cuts the contracted dim.
 
     layer    forward contracts    backward contracts    exponents all-reduced over tp
     column   I, whole             O, cut                in backward: (B, S) of dy and I of W
     row      I, cut               O, whole              in forward: (B, S) of x and O of W
 
-Under sequence parallelism a column quantises its part of x and all-gathers codes and exponents: half the bytes of
-bfloat16, in forward and again in backward. Only the codes of this rank's part are kept between the two.
+Under sequence parallelism a column quantises its part of x and all-gathers codes and exponents:
+half the bytes of bfloat16, in forward and again in backward. Only the codes of this rank's part are
+kept between the two.
 """
 
 from __future__ import annotations
@@ -27,12 +29,18 @@ from meshwright.tensor_parallel.regions import outside_graphs
 
 @outside_graphs
 def fp8_column(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, gathered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    sequence: bool,
+    gathered: bool = False,
 ) -> Tensor:
-    """Return this rank's output features: x (B, S, I), or (B, S/tp, I) with ``sequence`` -> (B, S, O/tp).
+    """Return this rank's output features: x (B, S, I), or (B, S/tp, I) with ``sequence`` -> (B, S,
+    O/tp).
 
-    Communication as in :func:`meshwright.tensor_parallel.column.column_linear`, with all-gathers of (I + 1)/(2 I) of
-    the bytes, and an all-reduce of exponents over tp in backward.
+    Communication as in :func:`meshwright.tensor_parallel.column.column_linear`, with all-gathers of
+    (I + 1)/(2 I) of the bytes, and an all-reduce of exponents over tp in backward.
 
     Args:
         weight: (O/tp, I), this rank's rows. ``bias``: (O/tp,).
@@ -46,11 +54,15 @@ def fp8_column(
 
 @outside_graphs
 def fp8_row(x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """Return partial sums of the output: x (B, S, I/tp), weight (O, I/tp) -> (B, S, O). Reduces exponents over tp."""
+    """Return partial sums of the output: x (B, S, I/tp), weight (O, I/tp) -> (B, S, O).
+    Reduces exponents over tp.
+    """
     return fp8_linear(x, weight, cut_in=group)
 
 
-def _column(x: Tensor, weight: Tensor, group: Group, sequence: bool, defer: Defer = compute_now) -> Tensor:
+def _column(
+    x: Tensor, weight: Tensor, group: Group, sequence: bool, defer: Defer = compute_now
+) -> Tensor:
     """Return :func:`fp8_column` without bias. Backward calls ``defer`` for the weight gradient."""
     if has_torch_function((x, weight)):
         return handle_torch_function(_column, (x, weight), x, weight, group, sequence, defer=defer)
@@ -63,7 +75,9 @@ _column.defers_gradients = True  # type: ignore[attr-defined]
 
 
 class _QuantisedGathering:
-    """All-gather of a quantised sequence over tp, posted when made: (B, S/tp, I) -> (B, S, I). Two messages."""
+    """All-gather of a quantised sequence over tp, posted when made: (B, S/tp, I) -> (B, S, I).
+    Two messages.
+    """
 
     def __init__(self, part: Float8Tensor, group: Group) -> None:
         self._dtype = part.codes.dtype
@@ -79,7 +93,9 @@ class _Fp8Column(torch.autograd.Function):
     """Column linear: x (B, S, I) or (B, S/tp, I), weight (O/tp, I) -> (B, S, O/tp), all local."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, sequence: bool, defer: Defer) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: Group, sequence: bool, defer: Defer
+    ) -> Tensor:
         (part,) = quantise([x], None)
         gathering = _QuantisedGathering(part, group) if sequence else None
         (quantised,) = quantise([weight], None)

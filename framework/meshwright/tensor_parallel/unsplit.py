@@ -1,4 +1,5 @@
-"""Modules of a sharding plan without split parameters: each rank runs them on some or all of the activations.
+"""Modules of a sharding plan without split parameters:
+each rank runs them on some or all of the activations.
 
     pattern            kind        what it is                                     activations it works on
     "*.position"       sequence    output cut under sequence parallelism          positions -> whole
@@ -11,7 +12,8 @@
                                    gathered once before it, not by each column    then do not communicate
     "*.router"         router      scores of the experts, replicated              whole -> whole, token by token
 
-Kinds for other axes. For tensor parallelism ``context`` is like ``heads``, and the others are like ``replicate``:
+Kinds for other axes. For tensor parallelism ``context`` is like ``heads``, and the others are like
+``replicate``:
 
     "*.core"           context     attention core (q, k, v, ...), on heads        (B, H/tp, ...)
     "*.rotary"         positions   outputs indexed by position                    (.., S, r), the same on all ranks
@@ -22,20 +24,23 @@ Kinds for other axes. For tensor parallelism ``context`` is like ``heads``, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.errors import ModelError
-from meshwright.mesh.comm import Group, share_router_tokens
-from meshwright.parameters import ParameterInfo
+from meshwright.expert_parallel.router_tokens import share_router_tokens
+from meshwright.mesh.comm import Group
+from meshwright.placement.patterns import enclosing
+from meshwright.placement.rewrite import ModuleSite, PlacementRule, Replace, stay
 from meshwright.seeding import SeededDropout
-from meshwright.tensor_parallel.check import PlannedModule, ShardingKind
+from meshwright.tensor_parallel.check import SPLITTING, ShardingKind
 from meshwright.tensor_parallel.own_rule import change_first
 from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
 
+TENSOR = "tensor"
+"""Feature of the rules of this room."""
 POSITION_DIM = -2
 """Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
 
@@ -43,64 +48,74 @@ ON_HEADS = (ShardingKind.HEADS, ShardingKind.CONTEXT)
 """Kinds of modules that work on this rank's heads, in dim 1."""
 
 
-def fit_unsplit(model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool) -> None:
-    """Fit the modules that are not split to this rank's activations, in place: hooks, and masks of dropouts."""
-    for name, module in model.named_modules():
-        kind = kind_of(name, placements)
-        if sequence and name in placements and kind is ShardingKind.GATHER:
-            module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
-        if sequence and name in placements and kind is ShardingKind.SEQUENCE:
-            module.register_forward_hook(partial(_cut_output, group))
-        if sequence and name in placements and kind is ShardingKind.ROUTER:
-            share_router_tokens(module, group)
-        if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
-            whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
-            split = kind in ON_HEADS or (sequence and not whole)
-            module.shard = (1, group.rank, group.size) if split else None
-            if kind is ShardingKind.FEATURES:
-                module.shard = (-1, group.rank, group.size)
-
-
-def kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
-    """Return the kind of a module or parameter: its own, or that of the nearest enclosing module that has one."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        placement = placements.get(".".join(parts[:length]))
-        if placement is not None:
-            return placement.kind
-    return ShardingKind.REPLICATE
-
-
-def has_partial_gradient(kind: ShardingKind, sequence: bool) -> bool:
-    """Return whether a replicated parameter's gradient is a partial sum, of this rank's tokens or heads."""
-    return kind is not ShardingKind.UNCUT and (sequence or kind in (*ON_HEADS, ShardingKind.OWN))
-
-
-def check_tied_gradients(
-    infos: Mapping[str, ParameterInfo], kinds: Mapping[str, ShardingKind], tied: Sequence[tuple[str, ...]]
-) -> None:
-    """Refuse a tied weight whose gradient is a partial sum at one of its places, and whole at another.
-
-    Raises:
-        ModelError: names the weights and the kinds of their modules.
+def unsplit_rules(plan: Mapping[str, Any], group: Group, sequence: bool) -> Iterator[PlacementRule]:
+    """Yield the rules of the modules that are not split: hooks, and masks of dropouts, fit this
+    rank's activations.
     """
-    for names in tied:
-        if len({infos[name].sum_over_tp for name in names}) > 1:
-            found = ", ".join(f"{name} is {kinds[name]}" for name in names)
-            raise ModelError(
-                "MW-TP-008",
-                f"tied weights have one gradient, which for some kinds of the sharding_plan is a part on each tp rank, "
-                f"but {found}: give their modules the same kind",
-            )
+    hooks: dict[str, Replace] = {}
+    if sequence:
+        hooks = {
+            ShardingKind.GATHER: partial(_hook_gather, group),
+            ShardingKind.SEQUENCE: partial(_hook_cut, group),
+            ShardingKind.ROUTER: partial(_share_router, group),
+        }
+    for pattern, kind in plan.items():
+        if not callable(kind) and kind not in SPLITTING:
+            yield PlacementRule(TENSOR, pattern, kind, hooks.get(kind, stay))
+    cut = partial(_cut_mask, group, sequence)
+    yield PlacementRule(TENSOR, "*", "dropout", cut, of=SeededDropout)
+
+
+def _hook_gather(group: Group, site: ModuleSite) -> None:
+    site.module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
+
+
+def _hook_cut(group: Group, site: ModuleSite) -> None:
+    site.module.register_forward_hook(partial(_cut_output, group))
+
+
+def _share_router(group: Group, site: ModuleSite) -> None:
+    share_router_tokens(site.module, group)
+
+
+def _cut_mask(group: Group, sequence: bool, site: ModuleSite) -> None:
+    """Make a dropout draw the mask of this rank's part, by the kind of the nearest module."""
+    kind = site.kinds[-1] if site.kinds else ShardingKind.REPLICATE
+    if kind == ShardingKind.OWN:  # its rule has said
+        return
+    # the sequence is cut after these modules
+    whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)
+    split = kind in ON_HEADS or (sequence and not whole)
+    dim = -1 if kind == ShardingKind.FEATURES else 1
+    is_cut = split or kind == ShardingKind.FEATURES
+    dropout: Any = site.module
+    dropout.shard = (dim, group.rank, group.size) if is_cut else None
+
+
+def kind_of(name: str, kinds: Mapping[str, str]) -> str:
+    """Return the kind of a parameter: that of the nearest module around it that has one."""
+    around = [kinds[each] for each in enclosing(name) if each in kinds]
+    return around[-1] if around else ShardingKind.REPLICATE
+
+
+def has_partial_gradient(kind: str, sequence: bool) -> bool:
+    """Return whether a replicated parameter's gradient is a partial sum,
+    of this rank's tokens or heads.
+    """
+    return kind != ShardingKind.UNCUT and (sequence or kind in (*ON_HEADS, ShardingKind.OWN))
 
 
 def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Cut this rank's part of the sequence from the output of a module of kind ``sequence``. No communication."""
+    """Cut this rank's part of the sequence from the output of a module of kind ``sequence``.
+    No communication.
+    """
     return cut_sequence(output, group, POSITION_DIM)
 
 
 def _gather_input(
     group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D) -> (B, S, D). Blocks."""
+    """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D)
+    -> (B, S, D). Blocks.
+    """
     return change_first(partial(gather_sequence, group=group), args, kwargs)

@@ -1,10 +1,12 @@
-"""Layers for models that compute on whole features between a column and a row, and embeddings split by features.
+"""Layers for models that compute on whole features between a column and a row,
+and embeddings split by features.
 
     column_whole   a column linear that all-gathers its output
     row_whole      a row linear that takes its slice of a whole input
     column         of an embedding: weight (N, F/tp), a slice of each row; output split along the features
 
-The first two enclose a computation that is not split, such as a norm over all heads. It runs on every rank.
+The first two enclose a computation that is not split, such as a norm over all heads. It runs on
+every rank.
 
     forward            on the wire     backward         on the wire
     gather_features    all-gather      take own slice   -
@@ -18,16 +20,19 @@ from torch import Tensor, nn
 
 from meshwright.mesh.comm import Group
 from meshwright.parameters import Slice
+from meshwright.placement.rewrite import local_parameter
 from meshwright.tensor_parallel.backward_traffic import count_backward
-from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, even_slice, local_parameter
+from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, even_slice
 from meshwright.tensor_parallel.regions import mappings_of, outside_graphs
 
 
 @outside_graphs
 def gather_features(x: Tensor, group: Group) -> Tensor:
-    """All-gather the features over tp: (..., F/tp) -> (..., F), for a computation that all ranks repeat. Blocks.
+    """All-gather the features over tp: (..., F/tp) -> (..., F),
+    for a computation that all ranks repeat. Blocks.
 
-    M (tp-1)/tp bytes on the wire, M = bytes of (..., F). Backward takes a slice of the gradient, without communication.
+    M (tp-1)/tp bytes on the wire, M = bytes of (..., F). Backward takes a slice of the gradient,
+    without communication.
     """
     if group.size == 1:
         return x
@@ -39,9 +44,11 @@ def gather_features(x: Tensor, group: Group) -> Tensor:
 
 @outside_graphs
 def split_features(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's slice of the features: (..., F), the same on all ranks -> (..., F/tp). No communication.
+    """Return this rank's slice of the features: (..., F), the same on all ranks -> (..., F/tp).
+    No communication.
 
-    Backward all-gathers the gradient over tp and blocks: M (tp-1)/tp bytes on the wire per rank, M = bytes of (..., F).
+    Backward all-gathers the gradient over tp and blocks: M (tp-1)/tp bytes on the wire per rank, M
+    = bytes of (..., F).
     """
     if group.size == 1:
         return x
@@ -50,7 +57,9 @@ def split_features(x: Tensor, group: Group) -> Tensor:
 
 
 class WholeColumnLinear(ColumnLinear):
-    """Column linear that all-gathers its output over tp in forward as well: (B, S, I) -> (B, S, O) on every rank."""
+    """Column linear that all-gathers its output over tp in forward as well: (B, S, I) -> (B, S, O)
+    on every rank.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return self.of_outputs(super().forward(input))
@@ -73,13 +82,15 @@ class WholeRowLinear(RowLinear):
 class ColumnEmbedding(nn.Module):
     """nn.Embedding with this rank's contiguous block of features, such as one number per head.
 
-    ids int64 of any shape, the same on all ranks (also under sequence parallelism) -> (..., F/tp). No communication,
-    and the gradient is complete. ``embedding_dim`` is that of the local weight.
+    ids int64 of any shape, the same on all ranks (also under sequence parallelism) -> (..., F/tp).
+    No communication, and the gradient is complete. ``embedding_dim`` is that of the local weight.
     """
 
     def __init__(self, plain: nn.Embedding, group: Group) -> None:
         super().__init__()
-        self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.embedding_dim, group.rank, group.size)}
+        self.slices: dict[str, Slice | None] = {
+            "weight": even_slice(1, plain.embedding_dim, group.rank, group.size)
+        }
         self.weight = local_parameter(plain.weight, self.slices["weight"])
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx = plain.padding_idx

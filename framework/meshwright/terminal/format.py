@@ -50,9 +50,13 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Return the lines of a table. ``sides``: ``<`` or ``>`` for each column, for names and for numbers."""
+    """Return the lines of a table. ``sides``: ``<`` or ``>`` for each column,
+    for names and for numbers.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        ).rstrip()
         for row in rows
     ]

@@ -1,1 +1,3 @@
-"""Metrics of a run, step by step: ``metrics.jsonl``, the console, wandb. No sink can stop or slow the run."""
+"""Metrics of a run, step by step: ``metrics.jsonl``, the console, wandb.
+No sink can stop or slow the run.
+"""

@@ -16,8 +16,12 @@ SMOOTHING = 0.9
 """Weight of earlier steps in the running mean of the step time, which gives the remaining time."""
 
 
-def step_lines(record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens") -> list[str]:
-    """Format a step as one plain line, in forms of falling length. ``left_s``: estimated remaining seconds."""
+def step_lines(
+    record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens"
+) -> list[str]:
+    """Format a step as one plain line, in forms of falling length. ``left_s``:
+    estimated remaining seconds.
+    """
     step = f"step {record.step:>{len(str(total_steps))}}/{total_steps}"
     left = format_duration(left_s)
     forms = ["  ".join([step, *numbers, f"{left} left"]) for numbers in _numbers(record, unit)]
@@ -34,7 +38,9 @@ def validation_line(record: StepRecord) -> str:
 
 
 def _numbers(record: StepRecord, unit: str) -> list[list[str]]:
-    """Return the numbers of a step in forms of falling length; each omits the least important of the form before."""
+    """Return the numbers of a step in forms of falling length;
+    each omits the least important of the form before.
+    """
     loss = f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}"
     if record.loss_scale is not None:
         loss += f"  scale {record.loss_scale:.3g}"
@@ -54,7 +60,9 @@ def _numbers(record: StepRecord, unit: str) -> list[list[str]]:
 
 
 class _Fitting:
-    """Choice of the longest form that fits. Once shortened it stays so: the lines of a run keep the same columns."""
+    """Choice of the longest form that fits. Once shortened it stays so:
+    the lines of a run keep the same columns.
+    """
 
     def __init__(self) -> None:
         self._form = 0
@@ -87,12 +95,17 @@ class _Bar(Progress):
 class ConsoleSink:
     """Sink of the console: a bar on a terminal, with validations above it, otherwise plain lines.
 
-    Lines fit into the terminal, or into COLUMNS, or into 80 columns: shorter forms leave out what matters less.
-    Plain lines appear every ``log_every`` steps, for the first step of this process and for the last of the run.
+    Lines fit into the terminal, or into COLUMNS, or into 80 columns: shorter forms leave out what
+    matters less. Plain lines appear every ``log_every`` steps, for the first step of this process
+    and for the last of the run.
     """
 
     def __init__(
-        self, total_steps: int, log_every: int = 1, console: Console | None = None, unit: str = "tokens"
+        self,
+        total_steps: int,
+        log_every: int = 1,
+        console: Console | None = None,
+        unit: str = "tokens",
     ) -> None:
         self.total_steps = total_steps
         self.unit = unit
@@ -106,14 +119,24 @@ class ConsoleSink:
         self._step_s = 0.0
 
     def open(self) -> None:
-        """Show nothing yet: the bar appears with the first record, because other output uses the screen until then."""
+        """Show nothing yet: the bar appears with the first record,
+        because other output uses the screen until then.
+        """
 
     def write(self, record: StepRecord) -> None:
         left_s = self._left_s(record)
         if self._console.is_terminal:
             self._draw(record, left_s)
-        elif self._num_steps == 1 or record.step % self.log_every == 0 or record.step >= self.total_steps:
-            self._print(self._fit(step_lines(record, self.total_steps, left_s, self.unit), self._console.width))
+        elif (
+            self._num_steps == 1
+            or record.step % self.log_every == 0
+            or record.step >= self.total_steps
+        ):
+            self._print(
+                self._fit(
+                    step_lines(record, self.total_steps, left_s, self.unit), self._console.width
+                )
+            )
         if record.validation_loss is not None:
             self._print(validation_line(record))
 
@@ -137,7 +160,9 @@ class ConsoleSink:
         self._console.file.flush()
 
     def _left_s(self, record: StepRecord) -> float:
-        """Estimate the remaining seconds from a running mean of the step time, without the first step (warm-up)."""
+        """Estimate the remaining seconds from a running mean of the step time,
+        without the first step (warm-up).
+        """
         self._num_steps += 1
         if self._num_steps <= 2:
             self._step_s = record.step_s

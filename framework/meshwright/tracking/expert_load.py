@@ -1,8 +1,9 @@
-"""Load of a model's experts: metrics of each step, and a file with the counts of each expert for the report.
+"""Load of a model's experts: metrics of each step,
+and a file with the counts of each expert for the report.
 
-The counts are the step sums called ``counts`` (tokens of each expert of one router, over the global batch), ``dropped``
-(those of them beyond its capacity) and ``entropy`` (sum over tokens, and tokens). Every rank has those of all layers,
-because they travel with the step's loss.
+The counts are the step sums called ``counts`` (tokens of each expert of one router, over the global
+batch), ``dropped`` (those of them beyond its capacity) and ``entropy`` (sum over tokens, and
+tokens). Every rank has those of all layers, because they travel with the step's loss.
 """
 
 from __future__ import annotations
@@ -23,23 +24,32 @@ MAX_LINES = 200
 
 
 def counts_of(sums: Mapping[str, Tensor], kind: str = COUNTS) -> dict[str, list[int]]:
-    """Return the tokens of each expert, or those dropped (``kind``), by the name of its router, from a step's sums."""
-    found = {name.removesuffix(kind): sums[name] for name in sums if name.endswith(kind) and sums[name].dim() == 1}
+    """Return the tokens of each expert, or those dropped (``kind``), by the name of its router,
+    from a step's sums.
+    """
+    found = {
+        name.removesuffix(kind): sums[name]
+        for name in sums
+        if name.endswith(kind) and sums[name].dim() == 1
+    }
     return {name: [round(count) for count in counts.tolist()] for name, counts in found.items()}
 
 
 def load_metrics(counts: Mapping[str, list[int]]) -> dict[str, float]:
     """Return the metrics of a step.
 
-    ``experts/skew``: tokens of the most loaded expert over the mean, in the worst layer; 1 is balanced.
-    ``experts/entropy``: entropy of the load, normalised to 0..1, mean over layers; 1 is balanced, 0 a single expert.
-    ``experts/idle_share``: share of the experts of all layers without a token.
+    ``experts/skew``: tokens of the most loaded expert over the mean, in the worst layer; 1 is
+    balanced. ``experts/entropy``: entropy of the load, normalised to 0..1, mean over layers; 1 is
+    balanced, 0 a single expert. ``experts/idle_share``: share of the experts of all layers without
+    a token.
     """
     layers = [layer for layer in counts.values() if sum(layer) and len(layer) > 1]
     if not layers:
         return {}
     shares = [[count / sum(layer) for count in layer] for layer in layers]
-    entropies = [-sum(s * math.log(s) for s in layer if s) / math.log(len(layer)) for layer in shares]
+    entropies = [
+        -sum(s * math.log(s) for s in layer if s) / math.log(len(layer)) for layer in shares
+    ]
     idle = sum(share == 0.0 for layer in shares for share in layer)
     return {
         "experts/skew": max(max(layer) * len(layer) for layer in shares),
@@ -49,13 +59,17 @@ def load_metrics(counts: Mapping[str, list[int]]) -> dict[str, float]:
 
 
 def choice_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the metrics of a step's choices, from its sums; those that no router counts are left out.
+    """Return the metrics of a step's choices, from its sums;
+    those that no router counts are left out.
 
-    ``experts/token_entropy``: entropy of a token's scores over the experts, mean over tokens and layers; 1: all scores
-    are equal, 0: one expert has all.
-    ``experts/dropped_share``: share of the choices of all layers that were dropped, since the expert was full.
+    ``experts/token_entropy``: entropy of a token's scores over the experts, mean over tokens and
+    layers; 1: all scores are equal, 0: one expert has all.
+    ``experts/dropped_share``: share of the choices of all layers that were dropped, since the
+    expert was full.
     """
-    of_tokens = [sums[name].tolist() for name in sums if name.endswith(ENTROPY) and sums[name].numel() == 2]
+    of_tokens = [
+        sums[name].tolist() for name in sums if name.endswith(ENTROPY) and sums[name].numel() == 2
+    ]
     entropies = [entropy / tokens for entropy, tokens in of_tokens if tokens]
     found = {"experts/token_entropy": sum(entropies) / len(entropies)} if entropies else {}
     counts, dropped = counts_of(sums), counts_of(sums, DROPPED)
@@ -66,7 +80,9 @@ def choice_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class ExpertLoad(Observer):
-    """Metrics of the experts' load in each step, and lines of ``expert-load.jsonl``, written by rank 0."""
+    """Metrics of the experts' load in each step, and lines of ``expert-load.jsonl``,
+    written by rank 0.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / EXPERT_LOAD

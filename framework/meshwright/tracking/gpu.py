@@ -1,12 +1,14 @@
-"""GPU metrics by NVML, the library behind nvidia-smi: utilization, memory, power, temperature, SM clock, throttling.
+"""GPU metrics by NVML, the library behind nvidia-smi: utilization, memory, power, temperature,
+SM clock, throttling.
 
     each rank    thread 1      NVML -> the newest sample of its device; a query may block or raise
                  thread 2      newest sample -> store; on rank 0 the samples of all ranks -> min, mean, max
     rank 0       after_step    the newest folded samples, once each -> metrics of the step's record
 
-The threads are daemons, and a step reads one attribute: no query and no other rank can block it. A sample older than
-STALE_PERIODS periods is left out: if NVML blocks on one device, only that device's metrics end. Without nvidia-ml-py
-or NVML there are no metrics, and one line with the reason.
+The threads are daemons, and a step reads one attribute: no query and no other rank can block it. A
+sample older than STALE_PERIODS periods is left out: if NVML blocks on one device, only that
+device's metrics end. Without nvidia-ml-py or NVML there are no metrics, and one line with the
+reason.
 """
 
 from __future__ import annotations
@@ -28,20 +30,28 @@ from meshwright.terminal.output import Warn
 from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
 PERIOD_S, RANKS_PER_S = 2.0, 2_000
-"""Seconds between samples; the ranks together write at most RANKS_PER_S of them per second into the store."""
+"""Seconds between samples; the ranks together write at most RANKS_PER_S of them
+per second into the store.
+"""
 STALE_PERIODS, JOIN_S = 5, 1.0
-"""Periods after which a sample is too old to report; seconds to wait at the end for a thread that blocks in NVML."""
+"""Periods after which a sample is too old to report;
+seconds to wait at the end for a thread that blocks in NVML.
+"""
 EXTREMES: Mapping[str, tuple[Callable[[list[float]], float], tuple[str, ...]]] = {
     "min": (min, ("utilization_share", "power_w", "sm_clock_mhz")),
     "max": (max, ("memory_gib", "power_w", "temperature_c")),
 }
 """Metrics over all devices besides the means: prefix -> (function, quantities)."""
 POWER_CAP, SLOWDOWNS = 0x4, 0x8 | 0x20 | 0x40 | 0x80
-"""Clock event reasons: power limit, as usual under load; hardware slowdown, thermal (two kinds) and power brake."""
+"""Clock event reasons: power limit, as usual under load; hardware slowdown, thermal (two kinds)
+and power brake.
+"""
 
 
 class NvmlDevice:
-    """NVML handle of one device. ``nvml``: the module ``pynvml`` of nvidia-ml-py; ``uuid``: as torch gives it."""
+    """NVML handle of one device. ``nvml``: the module ``pynvml`` of nvidia-ml-py; ``uuid``:
+    as torch gives it.
+    """
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         nvml.nvmlInit()
@@ -66,7 +76,9 @@ class NvmlDevice:
             "utilization_share": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,  # %
             "memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # mW
-            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
+                handle, nvml.NVML_TEMPERATURE_GPU
+            ),
             "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             "power_capped_share": lambda: has_reason(POWER_CAP),
             "throttled_share": lambda: has_reason(SLOWDOWNS),
@@ -83,7 +95,9 @@ class NvmlDevice:
 
 
 def open_device(device: torch.device) -> NvmlDevice:
-    """Return a CUDA device in NVML. Raises ImportError without nvidia-ml-py, NVMLError without NVML or the device."""
+    """Return a CUDA device in NVML. Raises ImportError without nvidia-ml-py,
+    NVMLError without NVML or the device.
+    """
     import pynvml as nvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     nvml.nvmlInit()
@@ -91,12 +105,18 @@ def open_device(device: torch.device) -> NvmlDevice:
 
 
 def fold(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics ``gpu/...`` over the samples of several devices, with the number of devices."""
+    """Return the metrics ``gpu/...`` over the samples of several devices,
+    with the number of devices.
+    """
     found = {"gpu/devices": float(len(samples))}
     for name in dict.fromkeys(name for sample in samples for name in sample):
         values = [sample[name] for sample in samples if name in sample]
         found[f"gpu/{name}"] = sum(values) / len(values)
-        found |= {f"gpu/{word}_{name}": of(values) for word, (of, names) in EXTREMES.items() if name in names}
+        found |= {
+            f"gpu/{word}_{name}": of(values)
+            for word, (of, names) in EXTREMES.items()
+            if name in names
+        }
     return found
 
 
@@ -106,7 +126,9 @@ class _TimedValue(NamedTuple):
 
 
 class GpuMetrics(Observer):
-    """Observer that samples this rank's GPU in the background; rank 0 adds the metrics of all GPUs to the record."""
+    """Observer that samples this rank's GPU in the background;
+    rank 0 adds the metrics of all GPUs to the record.
+    """
 
     def __init__(
         self,
@@ -132,7 +154,9 @@ class GpuMetrics(Observer):
                 self._threads[-1].start()
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Add the newest metrics to the step's, on rank 0, unless an earlier step has them or they are too old."""
+        """Add the newest metrics to the step's, on rank 0,
+        unless an earlier step has them or they are too old.
+        """
         folded, self._folded = self._folded, None
         if folded is not None and self._is_fresh(folded):
             for name, value in folded.value.items():
@@ -180,7 +204,11 @@ class GpuMetrics(Observer):
 
     def _receive(self, notes: Mapping[int, str], nodes: list[str]) -> None:
         """Take the notes of all ranks, and fold the samples if a new one is among them."""
-        new = {rank: note for rank, note in notes.items() if rank not in self._notes or self._notes[rank].value != note}
+        new = {
+            rank: note
+            for rank, note in notes.items()
+            if rank not in self._notes or self._notes[rank].value != note
+        }
         self._notes |= {rank: _TimedValue(time.monotonic(), note) for rank, note in new.items()}
         samples: list[dict[str, float]] = []
         why: dict[int, str] = {}
@@ -197,7 +225,7 @@ class GpuMetrics(Observer):
             where = f"rank {rank} on {nodes[rank]}" if nodes else f"rank {rank}"
             self._warn(
                 f"no metrics of the GPU of {where}, the run continues: {why[rank]}. "
-                f"tracking.gpu_metrics = false leaves them out"
+                "tracking.gpu_metrics = false leaves them out"
             )
         if new and samples:
             self._folded = _TimedValue(time.monotonic(), fold(samples))

@@ -1,10 +1,13 @@
-"""Sink and reader of ``metrics.jsonl``, the reference record of a run: one strict JSON object per step.
+"""Sink and reader of ``metrics.jsonl``, the reference record of a run:
+one strict JSON object per step.
 
-Every line is written in one system call when its step is done. A kill at any moment loses at most the end of the last
-line: :func:`read_records` skips a torn last line, and a resume removes it. A resume also moves the records after the
-resumed step to ``metrics-again.jsonl``, because those steps are repeated and their time is part of the run's cost. It
-writes a new file and renames it. There is no fsync per line, but one before each checkpoint is published: the lines up
-to that checkpoint survive a power cut.
+Every line is written in one system call when its step is done. A kill at any moment loses at most
+the end of the last
+line: :func:`read_records` skips a torn last line, and a resume removes it. A resume also moves the
+records after the resumed step to ``metrics-again.jsonl``, because those steps are repeated and
+their time is part of the run's cost. It writes a new file and renames it. There is no fsync per
+line, but one before each checkpoint is published: the lines up to that checkpoint survive a power
+cut.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
 MAX_PENDING = 10_000
-"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest are dropped."""
+"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written;
+the oldest are dropped.
+"""
 CLOSE_PAUSES_S = 0.2, 1.0, 3.0
 """Seconds between the attempts to write pending lines at the end of a run."""
 
@@ -41,12 +46,16 @@ def read_records(path: Path) -> Iterator[StepRecord]:
         file = open_regular(path)
     except OSError as error:
         raise DataError(
-            "MW-TRACKING-001", f"{path}: cannot be read ({error.strerror}). Name the metrics.jsonl of a run."
+            "MW-TRACKING-001",
+            f"{path}: cannot be read ({error.strerror}). Name the metrics.jsonl of a run.",
         ) from error
     with file:
         for number, line in _lines(path, file):
             if torn is not None:
-                raise DataError("MW-TRACKING-002", f"{path}:{torn[0]}: {torn[1]}. Remove this line to read the others.")
+                raise DataError(
+                    "MW-TRACKING-002",
+                    f"{path}:{torn[0]}: {torn[1]}. Remove this line to read the others.",
+                )
             try:
                 record = from_json(line.decode(errors="replace"))
             except ValueError as error:
@@ -59,14 +68,17 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     try:
         yield from lines(file, MIB)
     except ValueError as error:
-        raise DataError("MW-TRACKING-003", f"{path}: {error}. Remove this line to read the others.") from None
+        raise DataError(
+            "MW-TRACKING-003", f"{path}: {error}. Remove this line to read the others."
+        ) from None
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Keep the records whose step is at most ``step``; damaged lines are dropped. Atomic: the old file or the new one.
+    """Keep the records whose step is at most ``step``; damaged lines are dropped. Atomic:
+    the old file or the new one.
 
-    The other records are appended to ``metrics-again.jsonl`` if possible. A kill meanwhile may write some of them
-    twice.
+    The other records are appended to ``metrics-again.jsonl`` if possible. A kill meanwhile may
+    write some of them twice.
     """
     if not path.exists():
         return
@@ -117,15 +129,21 @@ def _step_of(line: bytes) -> int | None:
 
 
 class JsonlSink:
-    """Sink that appends to ``path``. ``resumed_step``: step of the checkpoint that the run resumes from; 0: a new run.
+    """Sink that appends to ``path``. ``resumed_step``:
+    step of the checkpoint that the run resumes from; 0: a new run.
 
-    When a write fails (a full disk), the error is raised and the file is truncated to its last whole line. The pending
-    lines stay in memory and are written with the next record. If the file was deleted or replaced, the sink continues
-    in the file at the path, and first appends the lines that it lacks.
+    When a write fails (a full disk), the error is raised and the file is truncated to its last
+    whole line. The pending lines stay in memory and are written with the next record. If the file
+    was deleted or replaced, the sink continues in the file at the path, and first appends the lines
+    that it lacks.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """Create the sink. ``is_ours`` returns True while the directory belongs to this run; called before a switch."""
+    def __init__(
+        self, path: Path, resumed_step: int = 0, is_ours: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Create the sink. ``is_ours`` returns True while the directory belongs to this run;
+        called before a switch.
+        """
         self.path = path
         self.resumed_step = resumed_step
         self._is_ours = is_ours
@@ -185,21 +203,27 @@ class JsonlSink:
         self._pending.clear()
 
     def _follow_path(self) -> None:
-        """Switch to the file at the path if it is no longer the open one, and append the lines that it lacks."""
+        """Switch to the file at the path if it is no longer the open one,
+        and append the lines that it lacks.
+        """
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                 return
         if not self._is_ours() or not self.path.parent.is_dir():
             if not self._pending:
                 return
-            raise FileNotFoundError(errno.ENOENT, "the run's directory is gone, or another's", str(self.path))
+            raise FileNotFoundError(
+                errno.ENOENT, "the run's directory is gone, or another's", str(self.path)
+            )
         target = _open(self.path)
         try:
             last_step = _last_step(target)
             content = bytearray()
             while block := os.pread(self._descriptor, 1 << 20, len(content)):
                 content += block
-            missing = (line for line in bytes(content).split(b"\n") if (_step_of(line) or 0) > last_step)
+            missing = (
+                line for line in bytes(content).split(b"\n") if (_step_of(line) or 0) > last_step
+            )
             _append(target, b"".join(line + b"\n" for line in missing))
         except BaseException:
             os.close(target)
@@ -229,4 +253,6 @@ def _last_step(descriptor: int) -> int:
     """Return the step of the last whole line of a file; 0 if there is none."""
     size = os.fstat(descriptor).st_size
     tail = os.pread(descriptor, 1 << 16, max(0, size - (1 << 16)))
-    return next((step for line in reversed(tail.splitlines()) if (step := _step_of(line)) is not None), 0)
+    return next(
+        (step for line in reversed(tail.splitlines()) if (step := _step_of(line)) is not None), 0
+    )

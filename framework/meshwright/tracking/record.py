@@ -1,13 +1,14 @@
 """Record of one step, and the public names of its metrics.
 
-One table, :data:`METRICS`, maps metric names to values of a :class:`StepRecord`. Every sink uses it, so
-``metrics.jsonl``, wandb and the plots have the same names.
+One table, :data:`METRICS`, maps metric names to values of a :class:`StepRecord`. Every sink uses
+it, so ``metrics.jsonl``, wandb and the plots have the same names.
 
-A line of ``metrics.jsonl`` is strict JSON and survives the round trip exactly. Python writes the shortest decimal that
-reads back as the same float. ``train/loss_hex`` contains the exact bits of the loss, for comparisons with other tools.
-JSON has no NaN/Inf: they are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` in
-Python and ``Number()`` in JavaScript read back. ``null`` is not used, because it could mean a diverged loss or one
-never measured. Values that were not measured are left out.
+A line of ``metrics.jsonl`` is strict JSON and survives the round trip exactly. Python writes the
+shortest decimal that reads back as the same float. ``train/loss_hex`` contains the exact bits of
+the loss, for comparisons with other tools. JSON has no NaN/Inf: they are written as the strings
+``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` in Python and ``Number()`` in
+JavaScript read back. ``null`` is not used, because it could mean a diverged loss or one never
+measured. Values that were not measured are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Metrics of one optimizer step of the whole mesh, unless a field is "per device". ``None``: not measured."""
+    """Metrics of one optimizer step of the whole mesh, unless a field is "per device". ``None``:
+    not measured.
+    """
 
     step: int
     """Number of steps done, this one included; the first record of a run has 1."""
@@ -52,9 +55,13 @@ class StepRecord:
     """Peak memory of the device (CUDA: allocated by torch; CPU: resident set of the process)."""
     tflops_per_device: float | None = None
     mfu: float | None = None
-    """Model FLOPs utilisation, 0..1: the model's FLOP/s, full attention counted, over the device's peak."""
+    """Model FLOPs utilisation, 0..1: the model's FLOP/s, full attention counted,
+    over the device's peak.
+    """
     bubble_share: float | None = None
-    """Pipeline bubble: share, 0..1, of the time until the pipeline's last computation that its ranks were idle."""
+    """Pipeline bubble: share, 0..1, of the time until the pipeline's last computation
+    that its ranks were idle.
+    """
     validation_loss: float | None = None
     """Mean loss over the validation labels, with the weights after this step."""
     skipped: bool = False
@@ -62,7 +69,9 @@ class StepRecord:
     restarts: int = 0
     """Number of starts of the run before the present one."""
     save_s: float | None = None
-    """Seconds from the start of a save to its publication, in the first record after rank 0 saw it published."""
+    """Seconds from the start of a save to its publication,
+    in the first record after rank 0 saw it published.
+    """
     validation_s: float | None = None
     """Seconds of the validation after this step."""
     straggler: str | None = None
@@ -119,14 +128,17 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
 
 
 FORMAT = 1
-"""Version of the format of a line; lines without one have it too. It rises when an older reader could misinterpret a
-newer line; new names do not."""
+"""Version of the format of a line; lines without one have it too. It rises when an older reader
+could misinterpret a newer line; new names do not.
+"""
 OTHER_NAMES = frozenset({"format", "step", "train/loss_hex", "perf/straggler"})
 """Names in a line of ``metrics.jsonl`` besides those of :data:`METRICS`."""
 MAX_COUNT = 2**63
 """Bound of counts in a line: 64 bits hold them."""
 MAX_EXTRA = 100
-"""Maximum number of metrics of callbacks in a step; those of the model and of GPUs have the same limit each."""
+"""Maximum number of metrics of callbacks in a step;
+those of the model and of GPUs have the same limit each.
+"""
 _EXTRA_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*", re.ASCII)
 
 
@@ -138,8 +150,12 @@ def is_extra_name(name: object) -> bool:
 
 
 def metrics(record: StepRecord) -> dict[str, Number]:
-    """Return the measured values of a record under the names of :data:`METRICS`, without the step; then callbacks'."""
-    return {name: value for name, of in METRICS.items() if (value := of(record)) is not None} | dict(record.extra)
+    """Return the measured values of a record under the names of :data:`METRICS`, without the step;
+    then callbacks'.
+    """
+    return {
+        name: value for name, of in METRICS.items() if (value := of(record)) is not None
+    } | dict(record.extra)
 
 
 def to_json(record: StepRecord) -> str:
@@ -155,7 +171,9 @@ def to_json(record: StepRecord) -> str:
 
 
 def from_json(line: str) -> StepRecord:
-    """Parse a line of :func:`to_json`; the result is equal to the last bit. Raises ValueError for any other text."""
+    """Parse a line of :func:`to_json`; the result is equal to the last bit.
+    Raises ValueError for any other text.
+    """
     content = parse_json(line)
     if not isinstance(content, dict):
         raise ValueError(f"a line of metrics is a JSON object, not {type(content).__name__}")
@@ -200,7 +218,9 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         save_s=optional("perf/save_s"),
         validation_s=optional("perf/validation_s"),
         straggler=str(content["perf/straggler"]) if "perf/straggler" in content else None,
-        straggler_rank=_count(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
+        straggler_rank=_count(content["perf/straggler_rank"])
+        if "perf/straggler_rank" in content
+        else None,
         straggler_share=optional("perf/straggler_share"),
         validation_perplexity=optional("validation/perplexity"),
         loss_scale=optional("optimizer/loss_scale"),
@@ -209,7 +229,9 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
 
 
 def _count(value: Number | str) -> int:
-    """Return a count of a line. Raises OverflowError for one that no run reaches: a chart divides by it."""
+    """Return a count of a line. Raises OverflowError for one that no run reaches:
+    a chart divides by it.
+    """
     count = int(value)
     if abs(count) >= MAX_COUNT:
         raise OverflowError("a count of 2^63 or more")
@@ -217,7 +239,9 @@ def _count(value: Number | str) -> int:
 
 
 def _extra(content: Mapping[str, Number | str]) -> dict[str, float]:
-    """Return the metrics of callbacks, model and GPUs in a line, without text and other values of a newer version."""
+    """Return the metrics of callbacks, model and GPUs in a line,
+    without text and other values of a newer version.
+    """
     found: dict[str, float] = {}
     counts = {"model": 0, "gpu": 0, "": 0}  # "": those of callbacks
     for name, value in content.items():

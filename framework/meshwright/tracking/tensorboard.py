@@ -1,4 +1,6 @@
-"""Sink for TensorBoard: event files in the run's directory, written by torch's ``SummaryWriter``."""
+"""Sink for TensorBoard: event files in the run's directory,
+written by torch's ``SummaryWriter``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ WRITER_THREAD = "_AsyncWriterThread"
 
 
 class TensorBoardSink:
-    """Sink with a scalar for each metric, under the names of ``metrics.jsonl``. A resumed run adds a file of events.
+    """Sink with a scalar for each metric, under the names of ``metrics.jsonl``.
+    A resumed run adds a file of events.
 
     A failed import of tensorboard ends this sink with a warning, and never the run.
     """
@@ -35,7 +38,8 @@ class TensorBoardSink:
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one step; the writer flushes every two minutes, and at the end.
 
-        The first step hides the events of later steps that an earlier start has written (``purge_step``).
+        The first step hides the events of later steps that an earlier start has written
+        (``purge_step``).
         """
         if self._writer is None:
             self._writer = self._open_writer(str(self._directory), purge_step=record.step)
@@ -54,6 +58,8 @@ class TensorBoardSink:
             threading.excepthook = self._former_hook
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
-        """Drop the traceback of tensorboard's own thread, whose error (a full disk) the next write raises again."""
+        """Drop the traceback of tensorboard's own thread, whose error (a full disk)
+        the next write raises again.
+        """
         if type(args.thread).__name__ != WRITER_THREAD:
             self._former_hook(args)

@@ -1,12 +1,14 @@
-"""Tracker that writes each record to ``metrics.jsonl`` at once, and to each other sink through a queue and a thread.
+"""Tracker that writes each record to ``metrics.jsonl`` at once,
+and to each other sink through a queue and a thread.
 
     write(record) --+--> metrics_sink.write     on the caller's thread: the file is complete when the step is
                     +--> [bounded queue] --> thread --> console
                     +--> [bounded queue] --> thread --> wandb
 
-Each sink has its own queue, so that a blocked sink does not delay the others. The threads are daemons: they cannot keep
-the process alive. A full queue drops the record and counts it. An exception ends that sink with a warning. Closing has
-a time limit, after which busy sinks are abandoned. No error of a sink reaches the caller.
+Each sink has its own queue, so that a blocked sink does not delay the others. The threads are
+daemons: they cannot keep the process alive. A full queue drops the record and counts it. An
+exception ends that sink with a warning. Closing has a time limit, after which busy sinks are
+abandoned. No error of a sink reaches the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ WARN_AT = frozenset(10**power for power in range(12))
 
 
 class Sink(Protocol):
-    """Consumer of records. The tracker calls its methods on one thread of its own, in the order written here.
+    """Consumer of records. The tracker calls its methods on one thread of its own,
+    in the order written here.
 
     They may block or raise; only this sink is affected.
     """
@@ -45,11 +48,15 @@ class Sink(Protocol):
         """Write the record of one step. Steps increase."""
 
     def close(self, failed: bool = False) -> None:
-        """Finish. ``failed``: the run ended with an error, or ``open`` or ``write`` of this sink raised."""
+        """Finish. ``failed``: the run ended with an error,
+        or ``open`` or ``write`` of this sink raised.
+        """
 
 
 class LateSink:
-    """Sink that is made in its own thread, when it is opened: what a user's constructor does ends only this sink."""
+    """Sink that is made in its own thread, when it is opened:
+    what a user's constructor does ends only this sink.
+    """
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
         self.name = name
@@ -73,18 +80,28 @@ class LateSink:
 
 
 def warn_on_stderr(message: str) -> None:
-    """Print a warning to stderr: the default for ``warn``. On a terminal its lines break between words."""
+    """Print a warning to stderr: the default for ``warn``.
+    On a terminal its lines break between words.
+    """
     text = f"tracking: {hide_secrets(message)}"
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         if sys.stderr.isatty():
             columns = max(40, shutil.get_terminal_size().columns)
-            lines = textwrap.wrap(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            lines = textwrap.wrap(
+                text,
+                columns,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
             text = "\n".join(lines)
     tell(text)
 
 
 def never_raising(warn: Warn) -> Warn:
-    """Return ``warn`` without its exceptions: a warning may be impossible to print (stderr is closed)."""
+    """Return ``warn`` without its exceptions:
+    a warning may be impossible to print (stderr is closed).
+    """
 
     def call(message: str) -> None:
         with contextlib.suppress(Exception):
@@ -94,10 +111,11 @@ def never_raising(warn: Warn) -> Warn:
 
 
 class Tracker:
-    """Tracker of one process. Ranks that write nothing have one without sinks. Use as a context manager, or close it.
+    """Tracker of one process. Ranks that write nothing have one without sinks.
+    Use as a context manager, or close it.
 
-    ``metrics_sink`` is opened at once and written on the caller's thread. Each of ``sinks`` has a queue of
-    ``queue_size`` records. ``write`` never raises and never blocks on a sink in ``sinks``.
+    ``metrics_sink`` is opened at once and written on the caller's thread. Each of ``sinks`` has a
+    queue of ``queue_size`` records. ``write`` never raises and never blocks on a sink in ``sinks``.
     """
 
     def __init__(
@@ -130,7 +148,9 @@ class Tracker:
             sink.put(record)
 
     def close(self, failed: bool = False) -> None:
-        """Close the sinks, within ``close_limit_s`` in total. ``failed``: the run ended with an error."""
+        """Close the sinks, within ``close_limit_s`` in total. ``failed``:
+        the run ended with an error.
+        """
         if self._closed:
             return
         self._closed = True
@@ -146,15 +166,18 @@ class Tracker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close(failed=error is not None)
 
     def _try(self, sink: JsonlSink, action: Callable[[], None]) -> None:
         """Run an action on the metrics sink, and warn instead of raising.
 
-        Later records retry it, because the cause (a full disk) may pass. The first, tenth, hundredth, ... failure and
-        the recovery are logged.
+        Later records retry it, because the cause (a full disk) may pass. The first, tenth,
+        hundredth, ... failure and the recovery are logged.
         """
         try:
             action()
@@ -171,7 +194,9 @@ class Tracker:
             self._failures = 0
 
     def _close_metrics(self, sink: JsonlSink) -> None:
-        """Close the metrics sink with a last attempt to write; set ``lost`` and warn if records are lost."""
+        """Close the metrics sink with a last attempt to write;
+        set ``lost`` and warn if records are lost.
+        """
         why = ""
         try:
             sink.close()
@@ -179,14 +204,20 @@ class Tracker:
             why = f": {_describe(sink, error)}"
         number = sink.waiting + sink.dropped
         if number or why:
-            self.lost = f"{number:,} record{'s' * (number != 1)} of this run could not be written to {sink.path}{why}"
+            self.lost = (
+                f"{number:,} record{'s' * (number != 1)} of this run could not be written to"
+                f" {sink.path}{why}"
+            )
             self._warn(self.lost)
 
 
 def _describe(sink: JsonlSink, error: Exception) -> str:
     """Describe a failure: path, reason and errno."""
     if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename or sink.path} cannot be written: {error.strerror} (errno {error.errno})"
+        return (
+            f"{error.filename or sink.path} cannot be written: {error.strerror} (errno"
+            f" {error.errno})"
+        )
     return f"{sink.path} cannot be written: {type(error).__name__}: {error}"
 
 
@@ -197,8 +228,8 @@ class _End(NamedTuple):
 class _QueuedSink:
     """A sink with its queue and its thread.
 
-    The queue is unbounded, and ``put`` checks its length first. With one writer this bounds it exactly, and the end
-    marker can be added at any time without blocking.
+    The queue is unbounded, and ``put`` checks its length first. With one writer this bounds it
+    exactly, and the end marker can be added at any time without blocking.
     """
 
     def __init__(self, sink: Sink, queue_size: int, warn: Warn) -> None:
@@ -210,7 +241,9 @@ class _QueuedSink:
         self._warn = warn
         self._disabled = threading.Event()
         self._dropped = 0
-        self._thread = threading.Thread(target=self._work, name=f"tracking {self._name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"tracking {self._name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, record: StepRecord) -> None:
@@ -228,11 +261,14 @@ class _QueuedSink:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._dropped:
             self._warn(
-                f"{self._name} was slower than the run: {self._dropped} records were not passed to it. "
-                f"They are in metrics.jsonl."
+                f"{self._name} was slower than the run: {self._dropped} records were not passed to"
+                " it. They are in metrics.jsonl."
             )
         if self._thread.is_alive():
-            self._warn(f"{self._name} did not finish in time and was left behind. All records are in metrics.jsonl.")
+            self._warn(
+                f"{self._name} did not finish in time and was left behind. All records are in"
+                " metrics.jsonl."
+            )
 
     def _work(self) -> None:
         try:
@@ -240,11 +276,16 @@ class _QueuedSink:
             while isinstance(item := self._queue.get(), StepRecord):
                 self._sink.write(item)
             failed = item.failed
-        except BaseException as error:  # also what a user's sink derives from it: only this sink ends
+        except BaseException as error:
+            # also what a user's sink derives from it: only this sink ends
             self._disabled.set()
-            self._warn(f"{self._name} is switched off after an error, the run continues: {reason_of(error)}")
+            self._warn(
+                f"{self._name} is switched off after an error, the run continues:"
+                f" {reason_of(error)}"
+            )
             failed = True
         try:
             self._sink.close(failed)
-        except BaseException as error:  # also what a user's sink derives from it: only this sink ends
+        except BaseException as error:
+            # also what a user's sink derives from it: only this sink ends
             self._warn(f"{self._name} could not be closed: {reason_of(error)}")

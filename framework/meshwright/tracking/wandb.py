@@ -1,9 +1,9 @@
 """Sink for wandb, which runs in a separate process.
 
-The run never imports wandb. Its exit hooks, uploads and network access are in a child process (``wandb_child.py``)
-that receives the records through a pipe and can be killed. A dead network or a stuck service blocks one thread of this
-process, and does not delay its exit. wandb logs every run to disk first. ``wandb sync <run directory>/wandb/<run>``
-uploads data that was not sent in time.
+The run never imports wandb. Its exit hooks, uploads and network access are in a child process
+(``wandb_child.py``) that receives the records through a pipe and can be killed. A dead network or a
+stuck service blocks one thread of this process, and does not delay its exit. wandb logs every run
+to disk first. ``wandb sync <run directory>/wandb/<run>`` uploads data that was not sent in time.
 
     this process, the sink's thread                          the child
     hello: id, project, mode, directory, config   ------->   wandb.init, within a time limit
@@ -63,8 +63,9 @@ class WandbMode(StrEnum):
 def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[WandbMode, str | None]:
     """Return the mode to use, and the reason if it is offline without having been requested.
 
-    auto: online with a key and a server that answers within two seconds, otherwise offline; ``WANDB_MODE`` may request
-    offline or disabled. online: offline only without a key. It never prompts on the terminal.
+    auto: online with a key and a server that answers within two seconds, otherwise offline;
+    ``WANDB_MODE`` may request offline or disabled. online: offline only without a key. It never
+    prompts on the terminal.
     """
     if wanted in (WandbMode.OFF, WandbMode.OFFLINE):
         return wanted, None
@@ -73,16 +74,21 @@ def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[Wand
         return (WandbMode.OFF if requested == "disabled" else WandbMode.OFFLINE), None
     server = base_url(environment)
     if not has_key(server, environment):
-        return WandbMode.OFFLINE, f"no key for {server}: log in with `wandb login` or set WANDB_API_KEY"
+        return (
+            WandbMode.OFFLINE,
+            f"no key for {server}: log in with `wandb login` or set WANDB_API_KEY",
+        )
     if wanted is WandbMode.AUTO and not is_reachable(server):
         return WandbMode.OFFLINE, f"{server} did not answer within {CONNECT_LIMIT_S:g} s"
     return WandbMode.ONLINE, None
 
 
 def base_url(environment: Mapping[str, str]) -> str:
-    """Return the server: ``WANDB_BASE_URL``, else the one saved by `wandb login --host`, else the public one.
+    """Return the server: ``WANDB_BASE_URL``, else the one saved by `wandb login --host`,
+    else the public one.
 
-    Without the user name and password of the URL: wandb does not log in with them, and writes the URL to its log.
+    Without the user name and password of the URL: wandb does not log in with them, and writes the
+    URL to its log.
     """
     if url := environment.get("WANDB_BASE_URL"):
         return without_user(url).rstrip("/")
@@ -94,20 +100,30 @@ def base_url(environment: Mapping[str, str]) -> str:
 
 
 def has_key(server: str, environment: Mapping[str, str]) -> bool:
-    """Return True if wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc. Only its presence is checked."""
+    """Return True if wandb will find a key: ``WANDB_API_KEY``, or an entry in netrc.
+    Only its presence is checked.
+    """
     if environment.get("WANDB_API_KEY"):
         return True
     path = environment.get("NETRC")
-    places = [Path(path)] if path else [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
+    if path:
+        places = [Path(path)]
+    else:
+        places = [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
     for place in places:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            if why_unusable(place, MIB) is None and urlsplit(server).hostname in netrc.netrc(str(place)).hosts:
+            if (
+                why_unusable(place, MIB) is None
+                and urlsplit(server).hostname in netrc.netrc(str(place)).hosts
+            ):
                 return True
     return False
 
 
 def is_reachable(server: str, limit_s: float = CONNECT_LIMIT_S) -> bool:
-    """Return True if the server, or the proxy before it, accepts a connection. A thread bounds the DNS look-up."""
+    """Return True if the server, or the proxy before it, accepts a connection.
+    A thread bounds the DNS look-up.
+    """
     url = urlsplit(server)
     scheme = url.scheme or "https"
     proxy = urllib.request.getproxies().get(scheme)
@@ -139,10 +155,11 @@ def run_id(run_directory: Path) -> str:
 
 
 class WandbSink:
-    """Sink that logs each record as a row. A resumed run continues under the same id, which is stored with the run.
-    A row's number is the step, plus the records of repeated steps before: unique, also over a run's offline files.
-    ``config`` is uploaded as a whole. No environment variable, command line, host name or code is uploaded.
-    ``init_limit_s`` bounds an online start, after which it starts offline. ``finish_limit_s`` bounds the end.
+    """Sink that logs each record as a row. A resumed run continues under the same id, which is
+    stored with the run. A row's number is the step, plus the records of repeated steps before:
+    unique, also over a run's offline files. ``config`` is uploaded as a whole. No environment
+    variable, command line, host name or code is uploaded. ``init_limit_s`` bounds an online start,
+    after which it starts offline. ``finish_limit_s`` bounds the end.
     """
 
     def __init__(
@@ -168,7 +185,9 @@ class WandbSink:
         return f"; `wandb sync {self.run_directory / 'wandb'}/offline-run-*` uploads it later"
 
     def open(self) -> None:
-        """Start the child and wait until wandb is ready. Raises UserError if an offline start fails too."""
+        """Start the child and wait until wandb is ready.
+        Raises UserError if an offline start fails too.
+        """
         self.mode, why = choose_mode(self.mode, os.environ)
         if why:
             self._warn(f"wandb writes offline ({why}){self._upload_later}")
@@ -186,24 +205,36 @@ class WandbSink:
             failure = self._start(self.mode)
         if failure:
             raise UserError(
-                "MW-TRACKING-006", f'wandb did not start ({failure}). tracking.wandb = "off" leaves it out.'
+                "MW-TRACKING-006",
+                f'wandb did not start ({failure}). tracking.wandb = "off" leaves it out.',
             )
 
     def write(self, record: StepRecord) -> None:
-        """Send the record to the child; blocks while the pipe is full. Raises UserError if the child has died."""
+        """Send the record to the child; blocks while the pipe is full.
+        Raises UserError if the child has died.
+        """
         if self._child is None:
             return
         try:
-            if self._repeated is None:  # `open` may run before that of metrics.jsonl, which moves records
+            # `open` may run before that of metrics.jsonl, which moves records
+            if self._repeated is None:
                 self._repeated = num_repeated(self.run_directory)
-            self._send({"row": record.step + self._repeated, "metrics": {"step": record.step} | metrics(record)})
+            self._send(
+                {
+                    "row": record.step + self._repeated,
+                    "metrics": {"step": record.step} | metrics(record),
+                }
+            )
         except BrokenPipeError as error:
             raise UserError(
-                "MW-TRACKING-007", f"wandb's process ended before step {record.step}; see {self.run_directory}/wandb"
+                "MW-TRACKING-007",
+                f"wandb's process ended before step {record.step}; see {self.run_directory}/wandb",
             ) from error
 
     def close(self, failed: bool = False) -> None:
-        """Finish wandb and end the child, with a kill after ``finish_limit_s``. ``wandb sync`` can upload the rest."""
+        """Finish wandb and end the child, with a kill after ``finish_limit_s``.
+        ``wandb sync`` can upload the rest.
+        """
         child = self._child
         if child is None:
             return
@@ -213,7 +244,10 @@ class WandbSink:
             child.wait()
         self._stop()
         if is_late():
-            message = f"wandb did not finish within {self.finish_limit_s:g} s; send the rest with `wandb sync`"
+            message = (
+                f"wandb did not finish within {self.finish_limit_s:g} s; send the rest with `wandb"
+                " sync`"
+            )
             self._warn(f"{message} {self.run_directory / 'wandb'}/*run-*")
 
     def _start(self, mode: WandbMode) -> str | None:
@@ -221,27 +255,31 @@ class WandbSink:
         self.run_directory.mkdir(parents=True, exist_ok=True)
         limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
         tracking = self.config.tracking
-        hello = {  # an empty entity, group, list of tags or notes: the child takes WANDB_ENTITY, WANDB_RUN_GROUP, ...
+        # an empty entity, group, list of tags or notes: the child takes WANDB_ENTITY,
+        # WANDB_RUN_GROUP, ...
+        hello = {
             "id": run_id(self.run_directory),
-            "project": project_name(self.config, "WANDB_PROJECT", os.environ),
+            "project": project_name(self.config.tracking, "WANDB_PROJECT", os.environ),
             "entity": tracking.entity,
             "group": tracking.group,
             "tags": tracking.tags,
             "notes": tracking.notes,
-            "name": display_name(self.config, "WANDB_NAME", os.environ),
+            "name": display_name(self.config.run, "WANDB_NAME", os.environ),
             "mode": str(mode),
             "directory": str(self.run_directory.resolve()),
             "config": self.config.model_dump(mode="json"),
             "init_limit_s": limit_s,
             "finish_limit_s": self.finish_limit_s,
         }
-        # -P: the child's directory stays out of its import path, where this file would hide the real wandb.
+        # -P: the child's directory stays out of its import path, where this file would hide the
+        # real wandb.
         child = self._child = subprocess.Popen(
             [sys.executable, "-P", str(CHILD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd="/",  # wandb would take its server from a file wandb/settings of the working directory
+            # wandb would take its server from a file wandb/settings of the working directory
+            cwd="/",
             env=_child_environment(self.run_directory),
             start_new_session=True,  # Ctrl-C must reach the run only; the child ends with the pipe
         )
@@ -256,7 +294,9 @@ class WandbSink:
         return f"no answer within {limit_s:g} s" if is_late() else answer or "its process ended"
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        """Send a message to the child. Blocks while the pipe is full. Raises BrokenPipeError if the child has died."""
+        """Send a message to the child. Blocks while the pipe is full.
+        Raises BrokenPipeError if the child has died.
+        """
         assert self._child is not None and self._child.stdin is not None
         self._child.stdin.write(json.dumps(message, default=str).encode() + b"\n")
         self._child.stdin.flush()
@@ -296,7 +336,9 @@ def _killed_after(child: subprocess.Popen[bytes], limit_s: float) -> Iterator[Ca
 
 
 def _child_environment(run_directory: Path) -> dict[str, str]:
-    """Return the child's environment, with key and proxies, without another process's service. It is stored nowhere."""
+    """Return the child's environment, with key and proxies, without another process's service.
+    It is stored nowhere.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environment.setdefault("WANDB_CACHE_DIR", str((run_directory / "wandb" / "cache").resolve()))
     environment.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -1,6 +1,8 @@
-"""Child process that runs wandb. ``wandb.py`` starts it as a file and documents the protocol. It imports only wandb.
+"""Child process that runs wandb. ``wandb.py`` starts it as a file and documents the protocol.
+It imports only wandb.
 
-It ends by itself when its parent is gone, for any reason, and outlives it by at most the time limit to finish.
+It ends by itself when its parent is gone, for any reason, and outlives it by at most the time limit
+to finish.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ QUIET: dict[str, Any] = {
 def main() -> None:
     """Start wandb, send "ready", and log until the finish message."""
     parent = os.getppid()
-    commands, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
+    commands = os.fdopen(os.dup(0), "rb", buffering=0)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
     _redirect_standard_streams()
     lines = read_lines(commands, parent)
     hello = next(lines, None)
     if hello is None:
         return
-    threading.Thread(target=_exit_with_parent, args=(parent, hello["finish_limit_s"]), daemon=True).start()
+    threading.Thread(
+        target=_exit_with_parent, args=(parent, hello["finish_limit_s"]), daemon=True
+    ).start()
     try:
         run = start(hello)
     except BaseException as error:
@@ -57,18 +62,22 @@ def main() -> None:
 class HistoryLog:
     """History of a wandb run: one row per record, in the order of writing.
 
-    wandb drops a row whose number, its ``step``, is lower than one before. So steps that a resume repeats get rows of
-    their own. The step is the metric ``step``, and the x axis of charts.
+    wandb drops a row whose number, its ``step``, is lower than one before. So steps that a resume
+    repeats get rows of their own. The step is the metric ``step``, and the x axis of charts.
     """
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self._next_row = run.starting_step  # online, after a resume: beyond the rows that the server has
+        # online, after a resume: beyond the rows that the server has
+        self._next_row = run.starting_step
         self._defined: set[str] = set()
 
     def write(self, row: int, metrics: dict[str, Any]) -> None:
-        """Log the metrics of one record as ``row``, or as the next free row if that one is taken."""
-        for name in sorted(metrics.keys() - self._defined):  # one by one: which of two globs applies is undefined
+        """Log the metrics of one record as ``row``,
+        or as the next free row if that one is taken.
+        """
+        # one by one: which of two globs applies is undefined
+        for name in sorted(metrics.keys() - self._defined):
             self._run.define_metric(name, step_metric=_axis_of(name))
         self._defined |= metrics.keys()
         row = max(row, self._next_row)
@@ -108,7 +117,8 @@ def start(hello: dict[str, Any]) -> Any:
 def read_lines(commands: BinaryIO, parent: int) -> Iterator[dict[str, Any]]:
     """Yield the messages until the pipe ends or the parent is gone.
 
-    The pipe stays open while another child of the parent still has it, so the parent is checked as well.
+    The pipe stays open while another child of the parent still has it, so the parent is checked as
+    well.
     """
     buffer = b""
     while True:
@@ -125,7 +135,9 @@ def read_lines(commands: BinaryIO, parent: int) -> Iterator[dict[str, Any]]:
 
 
 def _redirect_standard_streams() -> None:
-    """Redirect stdin and stdout to /dev/null for wandb and its service; the pipes are used by this module alone."""
+    """Redirect stdin and stdout to /dev/null for wandb and its service;
+    the pipes are used by this module alone.
+    """
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)

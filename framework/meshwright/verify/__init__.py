@@ -1,15 +1,18 @@
 """Equivalence proof: parallel layouts train to the same numbers as one plain process."""
 
+from meshwright.config.combinations.features import Traits
+from meshwright.config.combinations.layout import Layout, parse_layout
+from meshwright.traits import traits_of
 from meshwright.verify.compare import compare
 from meshwright.verify.defaults import default_layouts, run_twice
-from meshwright.verify.layouts import Layout, layout_config, parse_layout
+from meshwright.verify.layouts import layout_config
 from meshwright.verify.magnify import amplify, clip_first, compress, split_buckets
+from meshwright.verify.probe import probe_coupling
 from meshwright.verify.rank import open_verify_source, run_layout
 from meshwright.verify.reference import run_reference
 from meshwright.verify.report import Report, VerdictRow, join_reports
 from meshwright.verify.run import Verification, verify
 from meshwright.verify.smaller import make_small, shrink, turn_dropout_on
-from meshwright.verify.traits import Traits, probe_coupling, traits_of
 from meshwright.verify.trials import Trial, further_trials
 
 __all__ = [

@@ -10,9 +10,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def checksum(inputs: Any, labels: Tensor) -> int:
-    """Return a checksum of one sample's inputs and labels, on CPU, sensitive to every value and to their order."""
+    """Return a checksum of one sample's inputs and labels, on CPU,
+    sensitive to every value and to their order.
+    """
     parts = [leaf.reshape(-1).contiguous() for leaf in (*tree_leaves(inputs), labels)]
-    whole = [p.double().view(torch.int64) if p.is_floating_point() else p.to(torch.int64) for p in parts]
+    whole = [
+        p.double().view(torch.int64) if p.is_floating_point() else p.to(torch.int64) for p in parts
+    ]
     both = torch.cat(whole)
     return int((both * torch.arange(1, both.numel() + 1) * 2654435761).sum())
 

@@ -1,14 +1,17 @@
-"""Dropout of the plain run: the user's own ``nn.Dropout`` modules, with ``F.dropout`` replaced by keyed masks.
+"""Dropout of the plain run: the user's own ``nn.Dropout`` modules,
+with ``F.dropout`` replaced by keyed masks.
 
-Written from the published definition (docs/verify.md) and not from :mod:`meshwright.seeding`, so that a mistake in one
-of them does not hide in the other. All arithmetic is modulo 2**64, with mix = splitmix64's finaliser::
+Written from the published definition (docs/verify.md) and not from :mod:`meshwright.seeding`, so
+that a mistake in one of them does not hide in the other. All arithmetic is modulo 2**64, with mix =
+splitmix64's finaliser::
 
     key      = BLAKE2b-64(seed, "dropout", name[, call])[63 bits]        call is left out for the first call
     drawn    = mix(position * GOLDEN + mix(sample * GOLDEN ^ key))
     is_kept  = bits 32..62 of drawn >= floor(p * 2**31)
 
-``name`` is the module's full name. ``call`` counts its calls in one forward of a micro-batch. ``sample`` is the global
-sample index. ``position`` is the element's row-major index in the activation of one sample.
+``name`` is the module's full name. ``call`` counts its calls in one forward of a micro-batch.
+``sample`` is the global sample index. ``position`` is the element's row-major index in the
+activation of one sample.
 """
 
 from __future__ import annotations
@@ -61,10 +64,10 @@ def keep_mask(p: float, key: int, sample_indices: Tensor, shape: tuple[int, ...]
 class KeyedDropout:
     """Keyed masks for the ``nn.Dropout`` modules of a model, active inside :meth:`installed`.
 
-    Forward pre-hooks record the running module, and ``F.dropout`` is replaced. A call number must survive a
-    recomputation (``torch.utils.checkpoint`` inside the user's model), which restores torch's generator. The
-    generator's state therefore identifies the call: each call advances it once, and a state that was seen before is the
-    same call again.
+    Forward pre-hooks record the running module, and ``F.dropout`` is replaced. A call number must
+    survive a recomputation (``torch.utils.checkpoint`` inside the user's model), which restores
+    torch's generator. The generator's state therefore identifies the call: each call advances it
+    once, and a state that was seen before is the same call again.
     """
 
     def __init__(self, layers: nn.Sequential, seed: int) -> None:
@@ -85,7 +88,9 @@ class KeyedDropout:
                 self._name_dropouts(layer)
 
     def _name_dropouts(self, layer: nn.Module) -> None:
-        """Record the paths of the dropouts inside a layer. A dropout used at several places gets a copy for each."""
+        """Record the paths of the dropouts inside a layer.
+        A dropout used at several places gets a copy for each.
+        """
         if type(layer) is nn.Dropout:
             self._paths[id(layer), id(layer)] = ""
         seen: set[int] = set()
@@ -97,11 +102,15 @@ class KeyedDropout:
                     child = copy.deepcopy(child)
                     module._modules[attribute] = child
                 seen.add(id(child))
-                self._paths[id(layer), id(child)] = f".{path}.{attribute}" if path else f".{attribute}"
+                self._paths[id(layer), id(child)] = (
+                    f".{path}.{attribute}" if path else f".{attribute}"
+                )
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install keyed masks for training forwards inside the context. Torch's generator is restored afterwards."""
+        """Install keyed masks for training forwards inside the context.
+        Torch's generator is restored afterwards.
+        """
         plain = F.dropout
         hooks = [layer.register_forward_pre_hook(self._enter) for layer in set(self._layers)]
         dropouts = {module for module in self._layers.modules() if type(module) is nn.Dropout}
@@ -142,7 +151,9 @@ class KeyedDropout:
         self._running = module
 
     def _call(self, module: nn.Module) -> tuple[str, int]:
-        """Return (full name, call number), equal for a recomputed call; advances torch's generator by one draw."""
+        """Return (full name, call number), equal for a recomputed call;
+        advances torch's generator by one draw.
+        """
         state = torch.get_rng_state().numpy().tobytes()
         if state not in self._calls:
             assert self._layer is not None
@@ -155,7 +166,9 @@ class KeyedDropout:
         return self._calls[state]
 
     def _replacement(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        def dropout(
+            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Tensor:
             module, self._running = self._running, None
             if module is None or not training or p == 0.0:
                 return plain(input, p, training, inplace)
@@ -164,9 +177,10 @@ class KeyedDropout:
             if input.shape[0] != self._samples.shape[0]:
                 raise ModelError(
                     "MW-VERIFY-001",
-                    f"dropout {name} gets a tensor of shape {tuple(input.shape)} for {self._samples.shape[0]} "
-                    f"samples: masks are drawn by sample, so the first dim must be the micro-batch. Move the dropout "
-                    f"to where it is, or transpose around it",
+                    f"dropout {name} gets a tensor of shape {tuple(input.shape)} for"
+                    f" {self._samples.shape[0]} samples: masks are drawn by sample, so the first"
+                    " dim must be the micro-batch. Move the dropout to where it is, or transpose"
+                    " around it",
                 )
             if p >= 1.0:
                 return input.mul_(0.0) if inplace else torch.zeros_like(input)

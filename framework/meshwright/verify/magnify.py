@@ -1,8 +1,8 @@
-"""Settings of verify under which faults show: a whole course of the learning rate in few steps, large updates, clipping
-that acts, and several gradient buckets.
+"""Settings of verify under which faults show: a whole course of the learning rate in few steps,
+large updates, clipping that acts, and several gradient buckets.
 
-A step inside a warm-up of thousands hardly moves a weight: a wrong update of 10 such steps lies at the tolerance. In a
-run with these settings, it lies orders of magnitude above.
+A step inside a warm-up of thousands hardly moves a weight: a wrong update of 10 such steps lies at
+the tolerance. In a run with these settings, it lies orders of magnitude above.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ from __future__ import annotations
 import torch
 
 from meshwright.config import RunConfig
+from meshwright.config.combinations.layout import Layout
 from meshwright.model.build import configured_model
 from meshwright.optimizer import peak_rate
-from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import open_verify_source
 from meshwright.verify.reference import PlainRun, RunNumbers
 from meshwright.verify.smaller import PreparedModel
 
-LEAST_RATES = {"adamw": 3e-3, "adamw8bit": 3e-3, "schedule_free_adamw": 3e-3, "muon": 3e-3, "adafactor": 1e-2}
-LEAST_RATES |= {"lion": 1e-3, "sgd": 0.1}
-"""Smallest peak of the learning rate, by optimizer: a step moves a small model's weights by a percent or more."""
 LEAST_DECAY = 0.1
 """Smallest weight decay above 0."""
 CLIPPED_SHARE = 0.8
-"""Clip norm in units of the plain run's first gradient norm, where the configured one is above it."""
+"""Clip norm in units of the plain run's first gradient norm,
+where the configured one is above it.
+"""
 NUM_BUCKETS = 12
-"""Gradient buckets of the whole model at least, where its parameters allow; by default a small model has one."""
+"""Gradient buckets of the whole model at least, where its parameters allow;
+by default a small model has one.
+"""
 
 
 def compress(config: RunConfig, steps: int) -> PreparedModel:
-    """Compress the course of the learning rate to ``steps`` steps: warm-up, peak, decay, and what follows it.
+    """Compress the course of the learning rate to ``steps`` steps: warm-up, peak, decay,
+    and what follows it.
 
     All later stages of the data are left out, also those that begin within these steps.
     """
@@ -40,20 +43,27 @@ def compress(config: RunConfig, steps: int) -> PreparedModel:
     if own.decay_steps:
         optimizer["decay_steps"] = min(own.decay_steps, part)
     if own.decay_until:
-        optimizer["decay_until"] = steps - 1 if own.decay_until < config.train.steps else steps + part
+        optimizer["decay_until"] = (
+            steps - 1 if own.decay_until < config.train.steps else steps + part
+        )
     compressed = config.replace(optimizer=optimizer, train={"steps": steps}, data={"stages": []})
-    changes = [f"train.steps {config.train.steps} -> {steps}"] if config.train.steps != steps else []
+    changes = []
+    if config.train.steps != steps:
+        changes = [f"train.steps {config.train.steps} -> {steps}"]
     changes += [
         f"optimizer.{name} {before} -> {after}"
         for name, after in optimizer.items()
         if (before := getattr(own, name)) != after
     ]
     changes += ["data.stages left out"] * bool(config.data.stages)
-    return PreparedModel(compressed, [f"schedule compressed: {', '.join(changes)}"] if changes else [])
+    return PreparedModel(
+        compressed, [f"schedule compressed: {', '.join(changes)}"] if changes else []
+    )
 
 
 def amplify(config: RunConfig) -> PreparedModel:
-    """Raise a small learning rate and weight decay, so that one wrong update moves weights far beyond the tolerance.
+    """Raise a small learning rate and weight decay,
+    so that one wrong update moves weights far beyond the tolerance.
 
     A user's optimizer keeps its own: nothing is known of its scale.
     """
@@ -61,10 +71,12 @@ def amplify(config: RunConfig) -> PreparedModel:
     if own.builder is not None:
         return PreparedModel(config, [])
     peak = peak_rate(own)
-    factor = max(1.0, LEAST_RATES[own.name] / peak)
+    factor = max(1.0, own.spec.least_rate / peak)
     values = {
         "learning_rate": factor * peak,
-        "min_learning_rate": None if own.min_learning_rate is None else factor * own.min_learning_rate,
+        "min_learning_rate": None
+        if own.min_learning_rate is None
+        else factor * own.min_learning_rate,
         "weight_decay": max(own.weight_decay, LEAST_DECAY) if own.weight_decay else 0.0,
     }
     changes = [
@@ -74,7 +86,9 @@ def amplify(config: RunConfig) -> PreparedModel:
     ]
     if not changes:
         return PreparedModel(config, [])
-    return PreparedModel(config.replace(optimizer=values), [f"larger updates: {', '.join(changes)}"])
+    return PreparedModel(
+        config.replace(optimizer=values), [f"larger updates: {', '.join(changes)}"]
+    )
 
 
 def clip_first(config: RunConfig, global_batch: int, micro_batch_size: int = 1) -> PreparedModel:
@@ -102,9 +116,17 @@ def clip_first(config: RunConfig, global_batch: int, micro_batch_size: int = 1) 
 
 
 def split_buckets(config: RunConfig) -> PreparedModel:
-    """Set a bucket size at which a small model has several gradient buckets, as a large one has by default."""
-    parameters = {id(each): each for each in configured_model(config).layers.parameters() if each.requires_grad}
+    """Set a bucket size at which a small model has several gradient buckets,
+    as a large one has by default.
+    """
+    parameters = {
+        id(each): each
+        for each in configured_model(config).layers.parameters()
+        if each.requires_grad
+    }
     size = max(1024, 8 * sum(each.numel() for each in parameters.values()) // NUM_BUCKETS)
     if config.parallel.bucket_bytes is not None and config.parallel.bucket_bytes <= size:
         return PreparedModel(config, [])
-    return PreparedModel(config.replace(parallel={"bucket_bytes": size}), [f"parallel.bucket_bytes -> {size}"])
+    return PreparedModel(
+        config.replace(parallel={"bucket_bytes": size}), [f"parallel.bucket_bytes -> {size}"]
+    )

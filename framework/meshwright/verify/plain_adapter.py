@@ -1,37 +1,43 @@
-"""Low-rank adapters of the plain run: the formula of docs/adapters.md on the user's own module, in plain torch.
+"""Low-rank adapters of the plain run: the formula of docs/adapters.md on the user's own module,
+in plain torch.
 
     y = base(x) + (alpha / rank) (dropout(x) A^T) B^T        only A and B are trained
     y = m (x W^T + ..) / |W + (alpha / rank) B A| + bias     DoRA; m = |W| + lora_magnitude, |.| of each row
 
-Written without :mod:`meshwright.adapters`, so that a mistake in one of them does not hide in the other. Shared are the
-names of the parameters, by which both sides get their first values.
+Written without :mod:`meshwright.adapters`, so that a mistake in one of them does not hide in the
+other. Shared are the names of the parameters, by which both sides get their first values.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig
+from meshwright.config.sections import Adapter
+from meshwright.placement.patterns import fits
 
 
-def use_adapters(layers: nn.Sequential, config: RunConfig) -> None:
-    """Add the configured adapters to the user's module, on meta, and freeze all other parameters."""
-    adapter = config.adapter
+def use_adapters(layers: nn.Sequential, adapter: Adapter) -> None:
+    """Add the configured adapters to the user's module, on meta,
+    and freeze all other parameters.
+    """
     if not adapter.rank:
         return
     for parameter in layers.parameters():
         parameter.requires_grad = False
     scale = (adapter.alpha or adapter.rank) / adapter.rank
     for name, module in list(layers.named_modules()):
-        if isinstance(module, nn.Linear | nn.Embedding) and any(fnmatchcase(name, each) for each in adapter.targets):
+        if isinstance(module, nn.Linear | nn.Embedding) and fits(name, *adapter.targets):
             rows, columns = module.weight.shape
             is_table = isinstance(module, nn.Embedding)
             outputs, inputs = (columns, rows) if is_table else (rows, columns)
-            module.lora_a = nn.Embedding(inputs, adapter.rank) if is_table else nn.Linear(inputs, adapter.rank, False)
+            module.lora_a = (
+                nn.Embedding(inputs, adapter.rank)
+                if is_table
+                else nn.Linear(inputs, adapter.rank, False)
+            )
             module.lora_b = nn.Linear(adapter.rank, outputs, False)
             if not is_table:
                 module.lora_dropout = nn.Dropout(adapter.dropout)
@@ -41,10 +47,11 @@ def use_adapters(layers: nn.Sequential, config: RunConfig) -> None:
 
 
 def _adapt(module: nn.Module, scale: float) -> None:
-    """Give the module the adapter, in its calls and in the weight that code outside of its calls reads.
+    """Give the module the adapter, in its calls and in the weight that code outside
+    of its calls reads.
 
-    A layer may use the weight without calling the module (nn.MultiheadAttention does so with its out_proj). There the
-    weight is W + s B A, or DoRA's, without dropout.
+    A layer may use the weight without calling the module (nn.MultiheadAttention does so with its
+    out_proj). There the weight is W + s B A, or DoRA's, without dropout.
     """
     given: Any = module
     given.is_called = False
@@ -54,7 +61,10 @@ def _adapt(module: nn.Module, scale: float) -> None:
 
     def end(module: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
         (x,) = args or kwargs.values()
-        y = _table(scale, module, x, y) if isinstance(module, nn.Embedding) else _linear(scale, module, x, y)
+        if isinstance(module, nn.Embedding):
+            y = _table(scale, module, x, y)
+        else:
+            y = _linear(scale, module, x, y)
         module.is_called = False
         return y
 

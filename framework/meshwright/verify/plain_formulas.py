@@ -1,4 +1,5 @@
-"""Optimizers of the plain reference run that torch lacks (schedule-free AdamW, Lion), from their papers' formulas.
+"""Optimizers of the plain reference run that torch lacks (schedule-free AdamW, Lion),
+from their papers' formulas.
 
 They step whole parameters, and share no code with the layouts' optimizers.
 """
@@ -10,14 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer import peak_rate
 
 
 class PlainScheduleFree(torch.optim.Optimizer):
-    """Schedule-free AdamW as in its authors' reference code: x, y and z are stored, and x averages z by lr_max^2."""
+    """Schedule-free AdamW as in its authors' reference code: x, y and z are stored,
+    and x averages z by lr_max^2.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
         super().__init__(groups, {"lr": peak_rate(config), "eps": config.eps})
@@ -25,7 +28,8 @@ class PlainScheduleFree(torch.optim.Optimizer):
         self.averages = {p: p.detach().clone() for group in groups for p in group["params"]}
         """Averaged weights x, which evaluation uses."""
         self._z = {p: p.detach().clone() for p in self.averages}
-        self._v = {p: torch.zeros_like(p) for p in self.averages}
+        for p in self.averages:
+            self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
         self._taken = 0
         self._sums: dict[int, tuple[float, float]] = {}
         """Group index -> (largest learning rate so far, sum of the averaging weights)."""
@@ -42,9 +46,9 @@ class PlainScheduleFree(torch.optim.Optimizer):
             self._sums[index] = largest, total
             c = largest**2 / total
             for y in group["params"]:
-                x, z = self.averages[y], self._z[y]
-                self._v[y] = beta2 * self._v[y] + (1 - beta2) * y.grad**2
-                corrected = self._v[y] / (1 - beta2**self._taken)
+                x, z, v = self.averages[y], self._z[y], self.state[y]["exp_avg_sq"]
+                v.copy_(beta2 * v + (1 - beta2) * y.grad**2)
+                corrected = v / (1 - beta2**self._taken)
                 z -= rate * (y.grad / (corrected.sqrt() + group["eps"]) + group["weight_decay"] * y)
                 x.copy_((1 - c) * x + c * z)
                 y.copy_((1 - beta1) * z + beta1 * x)
@@ -52,9 +56,13 @@ class PlainScheduleFree(torch.optim.Optimizer):
 
 @contextmanager
 def averaged(
-    optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    masters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
 ) -> Iterator[None]:
-    """Put a schedule-free optimizer's averaged weights into ``parameters`` within the context; call under no_grad."""
+    """Put a schedule-free optimizer's averaged weights into ``parameters`` within the context;
+    call under no_grad.
+    """
     changed = parameters if isinstance(optimizer, PlainScheduleFree) else {}
     kept = {name: parameter.clone() for name, parameter in changed.items()}
     for name, parameter in changed.items():
@@ -70,7 +78,9 @@ class PlainLion(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
         super().__init__(groups, {"lr": peak_rate(config), "eps": config.eps})
         self._betas = config.betas
-        self._momentum: dict[Tensor, Tensor] = {}
+        for group in groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -79,8 +89,8 @@ class PlainLion(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
-                momentum = self._momentum.get(parameter, torch.zeros_like(parameter))
+                momentum = self.state[parameter]["exp_avg"]
                 c = beta1 * momentum + (1 - beta1) * gradient
                 sign = torch.where(c.abs() < group["eps"], c / group["eps"], torch.sign(c))
                 parameter -= group["lr"] * (sign + group["weight_decay"] * parameter)
-                self._momentum[parameter] = beta2 * momentum + (1 - beta2) * gradient
+                momentum.copy_(beta2 * momentum + (1 - beta2) * gradient)

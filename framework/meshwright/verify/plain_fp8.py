@@ -1,7 +1,8 @@
-"""Float8 linears of the plain run: the recipe of docs/precision.md, written from its definition with a table of values.
+"""Float8 linears of the plain run: the recipe of docs/precision.md,
+written from its definition with a table of values.
 
-Written without :mod:`meshwright.fp8`, so that a mistake in one of them does not hide in the other. Shared is only the
-list of linears that compute in float8.
+Written without :mod:`meshwright.fp8`, so that a mistake in one of them does not hide in the other.
+Shared is only the list of linears that compute in float8.
 
     step of a row    the smallest power of two s with amax <= 448 s; the row is divided by s
     rounding         to float32, then to the nearest of the 127 magnitudes of float8_e4m3fn; a tie to the even one
@@ -18,9 +19,13 @@ import torch
 from torch import Tensor, nn
 
 MAGNITUDES = [mantissa * 2.0**-9 for mantissa in range(8)]
-MAGNITUDES += [(1 + mantissa / 8) * 2.0**exponent for exponent in range(-6, 9) for mantissa in range(8)]
+MAGNITUDES += [
+    (1 + mantissa / 8) * 2.0**exponent for exponent in range(-6, 9) for mantissa in range(8)
+]
 MAGNITUDES = MAGNITUDES[:-1]
-"""Magnitudes of float8_e4m3fn in order of their codes 0..126: subnormals, then normals up to 448; code 127 is NaN."""
+"""Magnitudes of float8_e4m3fn in order of their codes 0..126: subnormals, then normals up to 448;
+code 127 is NaN.
+"""
 
 
 def rounded_rows(x: Tensor) -> Tensor:
@@ -32,11 +37,14 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 
 def nearest(magnitude: Tensor) -> Tensor:
-    """Return the nearest magnitude of float8_e4m3fn for values within [0, 448], float64, any shape."""
+    """Return the nearest magnitude of float8_e4m3fn for values within [0, 448], float64,
+    any shape.
+    """
     table = torch.tensor(MAGNITUDES, dtype=torch.float64)
     middles = (table[1:] + table[:-1]) / 2
     magnitude = magnitude.contiguous()
-    below, above = torch.bucketize(magnitude, middles, right=False), torch.bucketize(magnitude, middles, right=True)
+    below = torch.bucketize(magnitude, middles, right=False)
+    above = torch.bucketize(magnitude, middles, right=True)
     return table[torch.where(below % 2 == 0, below, above)]  # they differ in a tie alone
 
 
@@ -62,7 +70,9 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _no_weight(module: nn.Module) -> Tensor:
-    raise AssertionError("a layer reads the weight of a float8 linear without calling it: that is no float8 product")
+    raise AssertionError(
+        "a layer reads the weight of a float8 linear without calling it: that is no float8 product"
+    )
 
 
 def use_fp8(layers: nn.Sequential, names: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """Learning rate of the plain run, from the definition in docs/optimizers.md.
 
-Written without :mod:`meshwright.optimizer.learning_rate`, so that a mistake there is a difference. t = 1 .. n are the
-steps, w the warm-up; the decay lasts from after step b to step e:
+Written without :mod:`meshwright.optimizer.learning_rate`, so that a mistake there is a difference.
+t = 1 .. n are the steps, w the warm-up; the decay lasts from after step b to step e:
 
     t <= w        peak t / w
     w < t <= b    peak
@@ -27,7 +27,9 @@ def plain_rate(optimizer: Optimizer, t: int, num_steps: int) -> float:
     low = peak / 10 if optimizer.min_learning_rate is None else optimizer.min_learning_rate
     if ":" in optimizer.schedule:
         return peak * float(
-            find_function(optimizer.schedule, "optimizer.schedule", "a function", ConfigError)(t - 1, num_steps)
+            find_function(optimizer.schedule, "optimizer.schedule", "a function", ConfigError)(
+                t - 1, num_steps
+            )
         )
     if t <= optimizer.warmup_steps:
         return peak * t / optimizer.warmup_steps

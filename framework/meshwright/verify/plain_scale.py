@@ -1,4 +1,5 @@
-"""Loss scale of the plain run in float16: the rule of Megatron-LM, with a hysteresis of 1 that of torch's GradScaler.
+"""Loss scale of the plain run in float16: the rule of Megatron-LM,
+with a hysteresis of 1 that of torch's GradScaler.
 
 Written without :mod:`meshwright.optimizer.loss_scale`, so that a mistake there is a difference.
 """
@@ -9,7 +10,9 @@ from meshwright.config import LossScaling
 
 
 class PlainScale:
-    """Dynamic loss scale: falls after ``hysteresis`` overflows, rises after ``window`` steps without one."""
+    """Dynamic loss scale: falls after ``hysteresis`` overflows,
+    rises after ``window`` steps without one.
+    """
 
     def __init__(self, keys: LossScaling) -> None:
         self.keys = keys

@@ -1,4 +1,6 @@
-"""One rank of one layout, trained through the same parts and steps as a real run, and its numbers."""
+"""One rank of one layout, trained through the same parts and steps as a real run,
+and its numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,21 @@ from meshwright.verify.checksums import checksum
 from meshwright.verify.plain_state import digests, widened
 from meshwright.verify.reference import RunNumbers, validated_after
 from meshwright.verify.routes import validation_key
-from meshwright.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
+from meshwright.verify.sources import (
+    VerifySource,
+    own_sample,
+    random_corruption,
+    random_documents,
+    random_sample,
+)
 
 TensorSlice = tuple[ParameterInfo, Tensor]
 
 
 class RankFindings(NamedTuple):
-    """Numbers of one rank, and its slices of the whole tensors. The fields are those of :class:`RunNumbers`."""
+    """Numbers of one rank, and its slices of the whole tensors.
+    The fields are those of :class:`RunNumbers`.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -58,7 +68,8 @@ class RankFindings(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Stop of a run after ``step`` steps, with a checkpoint below ``directory``, from which it is resumed.
+    """Stop of a run after ``step`` steps, with a checkpoint below ``directory``,
+    from which it is resumed.
 
     ``is_saved``: True if another layout has left the checkpoint; the run then starts from it.
     """
@@ -69,7 +80,9 @@ class Pause(NamedTuple):
 
 
 def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
-    """Open random samples, or the run's own: without ``random_tokens``, and for a run with ``data.builder``."""
+    """Open random samples, or the run's own: without ``random_tokens``,
+    and for a run with ``data.builder``.
+    """
     length = config.data.sequence_length
     if random_tokens and config.data.builder is None:
         vocab_size = config.model.options.get("vocab_size") or count_logits(config)
@@ -83,10 +96,12 @@ def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
 
 
 def count_logits(config: RunConfig) -> int:
-    """Return the last dim of the model's logits, measured on meta, for models without a ``vocab_size`` option."""
+    """Return the last dim of the model's logits, measured on meta,
+    for models without a ``vocab_size`` option.
+    """
     layers = configured_model(config).layers.to("meta")
     with torch.no_grad():
-        output = layers(example(config, 1)[0])
+        output = layers(example(config.data, 1)[0])
     return int((output[0] if isinstance(output, tuple) else output).shape[-1])
 
 
@@ -102,7 +117,9 @@ class RecordingSource:
         """Read from the source, and record a checksum of each sample."""
         inputs, labels = self.source.read(indices)
         for row, index in enumerate(indices):
-            self.seen[index] = checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
+            self.seen[index] = checksum(
+                tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row]
+            )
         return inputs, labels
 
 
@@ -115,14 +132,15 @@ def run_layout(
     routing: RoutingPlan = NO_ROUTING,
     pause: Pause | None = None,
 ) -> RankFindings:
-    """Train one rank of one layout through the same parts and steps as a training run, and return its numbers.
+    """Train one rank of one layout through the same parts and steps as a training run,
+    and return its numbers.
 
-    ``pause``: save in the middle, build everything anew, and resume. From the checkpoint of another layout only the
-    steps after it are run.
+    ``pause``: save in the middle, build everything anew, and resume. From the checkpoint of another
+    layout only the steps after it are run.
     """
     config = parse(config_json)
     mesh = open_mesh(
-        Grid(*config.parallel.degrees),
+        Grid.of(config.parallel.degrees),
         config.train.device,
         ep_across_nodes=True,
         share_devices=config.launch.share_devices,
@@ -149,7 +167,9 @@ def run_layout(
 class _Run:
     """Run of one rank: its parts, which a resume replaces, and its numbers."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, random_tokens: bool, routing: RoutingPlan) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, random_tokens: bool, routing: RoutingPlan
+    ) -> None:
         self.config, self.mesh, self.routing = config, mesh, routing
         self.recorder = RecordingSource(open_verify_source(config, random_tokens))
         self.findings = RankFindings([], [], [], [], [], [], [], [], [], [], [], [], [])
@@ -162,14 +182,18 @@ class _Run:
 
     def _record_gradients(self, parts: Parts, factor: float) -> None:
         if parts.state.step == 0:
-            self.findings.gradients.extend(_full_tensors(parts, lambda bucket: bucket.shard_gradient, factor))
+            self.findings.gradients.extend(
+                _full_tensors(parts, lambda bucket: bucket.shard_gradient, factor)
+            )
 
     def take_step(self, step: int) -> None:
         """Take one step, and add its numbers to the findings."""
         findings, parts = self.findings, self.parts
         self.recorder.seen = {}
         seen = parts.state.samples_seen
-        with self.routes.during(step_key(step), range(seen, seen + batch_numbers(self.config, seen).global_batch)):
+        with self.routes.during(
+            step_key(step), range(seen, seen + batch_numbers(self.config.batch, seen).global_batch)
+        ):
             stats = take_step(parts)
         findings.tokens.append(self.recorder.seen)
         findings.losses.append(stats.loss)
@@ -181,11 +205,15 @@ class _Run:
             findings.stepped.extend(_weights(parts))
 
     def validate(self, step: int, steps: int) -> None:
-        """Validate on the global batch after the last step's, and add the numbers to the findings."""
+        """Validate on the global batch after the last step's,
+        and add the numbers to the findings.
+        """
         findings, parts = self.findings, self.parts
         self.recorder.seen = {}
-        size = batch_numbers(self.config).global_batch
-        of_routing = self.routes.during(validation_key(step, steps), range(steps * size, (steps + 1) * size))
+        size = batch_numbers(self.config.batch).global_batch
+        of_routing = self.routes.during(
+            validation_key(step, steps), range(steps * size, (steps + 1) * size)
+        )
         with evaluating(parts.optimizer), of_routing:
             total = total_loss(parts, parts.feeds(self.recorder, [steps]))
         findings.tokens.append(self.recorder.seen)
@@ -193,7 +221,9 @@ class _Run:
         findings.metrics.append(dict(total.metrics))
 
     def save_and_resume(self, directory: Path) -> None:
-        """Save a checkpoint, build the parts anew, and resume from it. Collective over all ranks."""
+        """Save a checkpoint, build the parts anew, and resume from it.
+        Collective over all ranks.
+        """
         saver = Saver(self.parts, directory, _ignore)
         saver.start()
         saver.finish_or_fail()
@@ -201,7 +231,9 @@ class _Run:
         self._build()
         resume(self.parts, directory, _ignore)
         after = _state_of(self.parts)
-        self.findings.lost.extend(name for name, value in before.items() if after.get(name) != value)
+        self.findings.lost.extend(
+            name for name, value in before.items() if after.get(name) != value
+        )
 
 
 def _ignore(message: str) -> None:
@@ -209,46 +241,58 @@ def _ignore(message: str) -> None:
 
 
 def _state_of(parts: Parts) -> dict[str, object]:
-    """Return all that a resume must bring back, by name: counts, and checksums of this rank's pieces of tensors."""
-    found: dict[str, object] = {f"state.{each.name}": getattr(parts.state, each.name) for each in fields(parts.state)}
+    """Return all that a resume must bring back, by name: counts,
+    and checksums of this rank's pieces of tensors.
+    """
+    found: dict[str, object] = {
+        f"state.{each.name}": getattr(parts.state, each.name) for each in fields(parts.state)
+    }
     found["the optimizer's count of steps"] = parts.optimizer.num_steps
     for piece in pieces(parts.replicas, parts.optimizer, parts.mesh, saved_running(parts)):
         found[f"{piece.kind} of {piece.info.name}"] = checksum((), piece.tensor.detach().cpu())
     return found
 
 
-def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
-    """Return this rank's slices of a full flat tensor: none if another rank contributes the same ones."""
-    if not bucket.sharding.is_first or not bucket.kind.owns(parts.mesh.at.tp_rank):
+def _slices(bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
+    """Return this rank's slices of a full flat tensor:
+    none if another rank contributes the same ones.
+    """
+    if not bucket.holders.is_saved:
         return []
     views = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
     return [(info, _copy(info.unpadded(view.view(info.local_shape)))) for info, view in views]
 
 
 def _weights(parts: Parts) -> list[TensorSlice]:
-    """Return this rank's slices of weights, frozen weights and running buffers. All-gathers over dp."""
+    """Return this rank's slices of weights, frozen weights and running buffers.
+    All-gathers over dp.
+    """
     slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         replica.wait_for_weights()
         for bucket in (*replica.buckets, *replica.frozen_shards):
-            slices += _slices(parts, bucket, full_weights(bucket))
+            slices += _slices(bucket, full_weights(bucket))
         for member in replica.frozen:
-            if parts.mesh.is_first_replica(is_expert=member.info.is_expert) and member.kind.owns(parts.mesh.at.tp_rank):
+            if member.holders.is_saved:
                 slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
     if parts.mesh.replicas.rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())
-        slices += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
+        slices += [
+            (ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()
+        ]
     return slices
 
 
 def _full_tensors(
     parts: Parts, shard_of: Callable[[ShardedParameters], Tensor], factor: float = 1.0
 ) -> list[TensorSlice]:
-    """Return this rank's slices of ``shard_of(bucket)`` (gradients, masters), times ``factor``. All-gathers over dp."""
+    """Return this rank's slices of ``shard_of(bucket)`` (gradients, masters), times ``factor``.
+    All-gathers over dp.
+    """
     slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            slices += _slices(parts, bucket, full_tensor(bucket, shard_of(bucket)) * factor)
+            slices += _slices(bucket, full_tensor(bucket, shard_of(bucket)) * factor)
     return slices
 
 
@@ -258,10 +302,14 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def assemble(slices: Sequence[TensorSlice]) -> dict[str, Tensor]:
-    """Assemble whole tensors from the ranks' slices. Missing elements are NaN, so that the comparison fails."""
+    """Assemble whole tensors from the ranks' slices. Missing elements are NaN,
+    so that the comparison fails.
+    """
     whole_tensors: dict[str, Tensor] = {}
     for info, tensor in slices:
-        full = whole_tensors.setdefault(info.name, torch.full(info.global_shape, float("nan"), dtype=tensor.dtype))
+        full = whole_tensors.setdefault(
+            info.name, torch.full(info.global_shape, float("nan"), dtype=tensor.dtype)
+        )
         if info.slice is None:
             full.copy_(tensor)
         else:

@@ -8,7 +8,18 @@ from typing import NamedTuple
 from meshwright.terminal.format import format_table
 
 HEADER = (
-    *("layout", "init", "samples", "loss 1", "losses", "norms", "gradient", "weights", "validation", "again"),
+    *(
+        "layout",
+        "init",
+        "samples",
+        "loss 1",
+        "losses",
+        "norms",
+        "gradient",
+        "weights",
+        "validation",
+        "again",
+    ),
     "verdict",
 )
 
@@ -26,15 +37,21 @@ class VerdictRow(NamedTuple):
     norms: float = 0.0
     """Largest difference of a gradient norm over all steps."""
     gradient: float = 0.0
-    """Worst parameter's gradient in step 1: norm of the difference over the norm of the reference's gradient."""
+    """Worst parameter's gradient in step 1:
+    norm of the difference over the norm of the reference's gradient.
+    """
     gradient_name: str = ""
     weights: float = 0.0
-    """Worst weight or master weight after the last step: norm of the difference over the norm of the reference's."""
+    """Worst weight or master weight after the last step:
+    norm of the difference over the norm of the reference's.
+    """
     weights_name: str = ""
     validation: float = 0.0
     """Largest difference of a validation loss (eval mode)."""
     repeats: bool | None = None
-    """True if a second run gave the same bits in every loss, gradient norm and validation loss. None: run once."""
+    """True if a second run gave the same bits in every loss, gradient norm and validation loss.
+    None: run once.
+    """
     problems: Sequence[str] = ()
     """Every failed comparison, with the first parameter or step that differs."""
     suspect: str = ""
@@ -90,7 +107,10 @@ class Report(NamedTuple):
         rule = ["-" * max(map(len, column)) for column in zip(HEADER, *cells, strict=True)]
         lines = format_table([HEADER, rule, *cells], "<" * len(HEADER))
         for row in self.rows:
-            lines += [f"{row.layout}: {problem}" for problem in (*row.problems, *[row.failure] * bool(row.failure))]
+            lines += [
+                f"{row.layout}: {problem}"
+                for problem in (*row.problems, *[row.failure] * bool(row.failure))
+            ]
             lines += [f"{row.layout}: points to {row.suspect}"] * bool(row.suspect)
         return "\n".join([self.title, "", *lines, *self.problems, *self.notes, "", self._verdict()])
 

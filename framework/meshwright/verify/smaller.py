@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig
+from meshwright.config import Model, RunConfig
+from meshwright.config.combinations.layout import Layout
 from meshwright.model.builder import find_builder
-from meshwright.verify.layouts import Layout, layout_config, refusal
+from meshwright.verify.layouts import layout_config, refusal
 from meshwright.verify.rank import open_verify_source
 from meshwright.verify.reference import PlainRun
 
@@ -21,25 +22,29 @@ DROPOUT = 0.1
 WITH_DROPOUT = "meshwright.verify.smaller:with_dropout"
 WITHOUT_DROPOUT = "meshwright.verify.smaller:without_dropout"
 NUM_EXPERTS = 12
-"""Experts of a small mixture, where its groups allow it: 3 on a rank of ep 4, which 2 shards do not divide."""
+"""Experts of a small mixture, where its groups allow it: 3 on a rank of ep 4,
+which 2 shards do not divide.
+"""
 ODD_VOCABULARY = 499
 """Vocabulary size that no tp degree divides, so that every one of them has padded rows."""
 
 
 def shrink(options: dict[str, Any], tp: int = 1) -> dict[str, Any]:
-    """Return builder options with the same proportions at a small size: at most 4 layers, 8 heads of at most 8
-    elements, about 12 experts, ranks of a latent attention in proportion to the hidden size, and an odd vocabulary
-    below 1,000.
+    """Return builder options with the same proportions at a small size: at most 4 layers, 8 heads
+    of at most 8 elements, about 12 experts, ranks of a latent attention in proportion to the hidden
+    size, and an odd vocabulary below 1,000.
 
-    Options are recognised by their names in meshwright's own models; all other options stay unchanged. ``tp``: degree
-    of the run. If it exceeds the key-value heads, which its ranks then share, 2 are left: ranks of tp 4 share them too.
+    Options are recognised by their names in meshwright's own models; all other options stay
+    unchanged. ``tp``: degree of the run. If it exceeds the key-value heads, which its ranks then
+    share, 2 are left: ranks of tp 4 share them too.
     """
     small = dict(options)
     for key, most in (("num_layers", 4), ("num_decoder_layers", 4), ("head_dim", 8)):
         if isinstance(small.get(key), int):
             small[key] = min(small[key], most)
     if isinstance(small.get("sliding_window"), int):
-        small["sliding_window"] = min(small["sliding_window"], 12)  # shorter than a sample: it has an effect
+        # shorter than a sample: it has an effect
+        small["sliding_window"] = min(small["sliding_window"], 12)
     heads = small.get("num_heads")
     hidden = small.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):
@@ -61,7 +66,9 @@ def shrink(options: dict[str, Any], tp: int = 1) -> dict[str, Any]:
             small["mla"] = _shrink_latent(small["mla"], scale)
     vocab_size = small.get("vocab_size")
     if isinstance(vocab_size, int):
-        small["vocab_size"] = ODD_VOCABULARY if vocab_size > 1000 else vocab_size - (vocab_size % 2 == 0)
+        small["vocab_size"] = (
+            ODD_VOCABULARY if vocab_size > 1000 else vocab_size - (vocab_size % 2 == 0)
+        )
     return small
 
 
@@ -71,9 +78,13 @@ def _scaled(width: int, scale: float) -> int:
 
 
 def _shrink_experts(moe: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a small table ``moe``: about 12 experts, at least 2 in each group and for each token that had so many."""
+    """Return a small table ``moe``: about 12 experts,
+    at least 2 in each group and for each token that had so many.
+    """
     small = dict(moe)
-    experts, top_k, num_groups = (small.get(key, 1) for key in ("num_experts", "top_k", "num_groups"))
+    experts, top_k, num_groups = (
+        small.get(key, 1) for key in ("num_experts", "top_k", "num_groups")
+    )
     if all(isinstance(value, int) and value > 0 for value in (experts, top_k, num_groups)):
         small["num_experts"] = fewer = min(experts, num_groups * max(2, NUM_EXPERTS // num_groups))
         small["top_k"] = min(top_k, max(2, round(top_k * fewer / experts)))
@@ -105,19 +116,29 @@ class PreparedModel(NamedTuple):
 
 
 def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
-    """Shrink model and samples. An odd vocabulary or a small table that the model refuses becomes as it was."""
+    """Shrink model and samples. An odd vocabulary or a small table
+    that the model refuses becomes as it was.
+    """
     options = config.model.options
     length = min(config.data.sequence_length, sequence_length)
     shorter = config.replace(data={"sequence_length": length})
     smaller = shrink(options, config.parallel.tp)
     tables = {name: value for name, value in options.items() if isinstance(value, Mapping)}
     even = {"vocab_size": smaller["vocab_size"] + 1} if "vocab_size" in smaller else {}
-    candidates = [{**smaller, **kept, **vocabulary} for kept in ({}, tables) for vocabulary in ({}, even)]
-    small = next((each for each in candidates if not _refusal(_with_options(shorter, each))), smaller)
+    candidates = [
+        {**smaller, **kept, **vocabulary} for kept in ({}, tables) for vocabulary in ({}, even)
+    ]
+    small = next(
+        (each for each in candidates if not refusal(_with_options(shorter, each), Layout(), 1)),
+        smaller,
+    )
     changes = list(_changes(options, small))
     if length != config.data.sequence_length:
         changes.append(f"sequence_length {config.data.sequence_length} -> {length}")
-    note = f"shrunk for this machine, on random tokens (--whole for full size): {', '.join(changes) or 'nothing'}"
+    note = (
+        "shrunk for this machine, on random tokens (--whole for full size):"
+        f" {', '.join(changes) or 'nothing'}"
+    )
     return PreparedModel(_with_options(shorter, small), [note])
 
 
@@ -132,11 +153,6 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "
 
 def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:
     return config.replace(model={"options": options})
-
-
-def _refusal(config: RunConfig) -> str | None:
-    """Return the reason why one rank cannot train this model, or None."""
-    return refusal(config, Layout(), 1)
 
 
 def with_dropout(builder: str, options: dict[str, Any], p: float) -> nn.Sequential:
@@ -157,11 +173,17 @@ def without_dropout(builder: str, options: dict[str, Any]) -> nn.Sequential:
 
 
 def _dropout_options(builder: str, options: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric options named ``*dropout*`` of a builder, with its defaults for those that are not given."""
+    """Return the numeric options named ``*dropout*`` of a builder,
+    with its defaults for those that are not given.
+    """
     parameters = inspect.signature(find_builder(builder)).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     found = {**defaults, **options}
-    return {name: value for name, value in found.items() if "dropout" in name.lower() and _is_number(value)}
+    return {
+        name: value
+        for name, value in found.items()
+        if "dropout" in name.lower() and _is_number(value)
+    }
 
 
 def turn_dropout_off(config: RunConfig) -> RunConfig | None:
@@ -173,20 +195,26 @@ def turn_dropout_off(config: RunConfig) -> RunConfig | None:
     if builder == WITH_DROPOUT:
         builder, options = options["builder"], dict(options["options"])
     try:
-        options |= {name: 0.0 for name, value in _dropout_options(builder, options).items() if value}
+        options |= {
+            name: 0.0 for name, value in _dropout_options(builder, options).items() if value
+        }
         modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
     except Exception:  # such as options that exclude a probability of 0
         return None
     quiet = config.replace(model={"builder": builder, "options": options}, adapter={"dropout": 0.0})
     if not any(modules):
         return quiet
-    return quiet.replace(model={"builder": WITHOUT_DROPOUT, "options": {"builder": builder, "options": options}})
+    return quiet.replace(
+        model={"builder": WITHOUT_DROPOUT, "options": {"builder": builder, "options": options}}
+    )
 
 
-def get_option(config: RunConfig, name: str) -> Any:
-    """Return an option of the user's builder, also of one that verify has wrapped; None without it."""
-    options = config.model.options
-    return (options["options"] if config.model.builder == WITH_DROPOUT else options).get(name)
+def get_option(model: Model, name: str) -> Any:
+    """Return an option of the user's builder, also of one that verify has wrapped;
+    None without it.
+    """
+    options = model.options
+    return (options["options"] if model.builder == WITH_DROPOUT else options).get(name)
 
 
 def with_option(config: RunConfig, name: str, value: Any) -> RunConfig:
@@ -202,22 +230,29 @@ def _dropouts(layers: nn.Module) -> Iterator[nn.Dropout]:
 
 
 def turn_dropout_on(config: RunConfig) -> PreparedModel:
-    """Turn on dropout that is 0: builder options named ``*dropout*``, else ``nn.Dropout(0.0)`` modules.
+    """Turn on dropout that is 0: builder options named ``*dropout*``,
+    else ``nn.Dropout(0.0)`` modules.
 
-    Without dropout the comparison could not show that its masks match those of one process. Dropout stays off if the
-    model with dropout does not run in plain torch, or draws random numbers by other means than ``nn.Dropout``.
+    Without dropout the comparison could not show that its masks match those of one process. Dropout
+    stays off if the model with dropout does not run in plain torch, or draws random numbers by
+    other means than ``nn.Dropout``.
     """
     builder, options = config.model.builder, config.model.options
     off = [name for name, value in _dropout_options(builder, options).items() if value == 0]
     candidates = []
     if off:
-        candidates.append((_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), ", ".join(off)))
+        candidates.append(
+            (_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), ", ".join(off))
+        )
     try:
         modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
     except Exception:  # the next build of the model raises the error for it
         return PreparedModel(config, [])
     if modules and not any(modules):
-        wrapped = {"builder": WITH_DROPOUT, "options": {"builder": builder, "options": options, "p": DROPOUT}}
+        wrapped = {
+            "builder": WITH_DROPOUT,
+            "options": {"builder": builder, "options": options, "p": DROPOUT},
+        }
         candidates.append((config.replace(model=wrapped), "nn.Dropout.p"))
     reason = None
     for changed, what in candidates:
@@ -233,7 +268,7 @@ def _is_number(value: Any) -> bool:
 
 def dropout_refusal(config: RunConfig) -> str | None:
     """Return the reason why a model cannot be verified with its dropout on, or None."""
-    reason = _refusal(config)
+    reason = refusal(config, Layout(), 1)  # on one rank
     if reason is not None:
         return reason
     plain = layout_config(config, Layout(), 1, "float32")

@@ -1,4 +1,6 @@
-"""Samples for the comparison: the run's own corpus or random tokens, with unevenly ignored labels."""
+"""Samples for the comparison: the run's own corpus or random tokens,
+with unevenly ignored labels.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,21 @@ from meshwright.seeding import derive
 
 
 class VerifySource(NamedTuple):
-    """Samples by global index; sample i ignores its first ``7 i mod m`` labels, m being S/2 or the next odd number.
+    """Samples by global index; sample i ignores its first ``7 i mod m`` labels,
+    m being S/2 or the next odd number.
 
-    The number of labels that count therefore differs between samples and, since m is odd, between two or four replicas.
-    A loss averaged per micro-batch, or per replica, then differs from the mean over labels. Of samples with one label
-    each, three in eight are ignored: 1, 1, 0 and 1 among four replicas of two. Labels that are not integers all count.
+    The number of labels that count therefore differs between samples and, since m is odd, between
+    two or four replicas. A loss averaged per micro-batch, or per replica, then differs from the
+    mean over labels. Of samples with one label each, three in eight are ignored: 1, 1, 0 and 1
+    among four replicas of two. Labels that are not integers all count.
     """
 
     sample: Callable[[int], tuple[Any, Tensor]]
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
-        """Return (inputs, labels) of these sample indices, with some labels of each set to IGNORED_LABEL."""
+        """Return (inputs, labels) of these sample indices,
+        with some labels of each set to IGNORED_LABEL.
+        """
         rows = [self.sample(index) for index in indices]
         labels = torch.stack([row[1] for row in rows])
         for row, index in enumerate(indices):
@@ -40,11 +46,15 @@ class VerifySource(NamedTuple):
         return default_collate([row[0] for row in rows]), labels
 
 
-def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return a sampler of token ids drawn by (seed, sample index), without a file: (S,) inputs and (S,) labels.
+def random_sample(
+    seed: int, vocab_size: int, sequence_length: int
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Return a sampler of token ids drawn by (seed, sample index), without a file: (S,)
+    inputs and (S,) labels.
 
-    The first quarter of a sample is one token, as in padding. Without absolute positions its states are equal in exact
-    arithmetic, so that rounding would choose between them wherever a layer chooses tokens.
+    The first quarter of a sample is one token, as in padding. Without absolute positions its states
+    are equal in exact arithmetic, so that rounding would choose between them wherever a layer
+    chooses tokens.
     """
 
     def sample(index: int) -> tuple[Tensor, Tensor]:
@@ -56,8 +66,11 @@ def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[
     return sample
 
 
-def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """Return a sampler like :func:`random_sample` with several documents per sample, for document boundaries.
+def random_documents(
+    seed: int, vocab_size: int, sequence_length: int
+) -> Callable[[int], tuple[Any, Tensor]]:
+    """Return a sampler like :func:`random_sample` with several documents per sample,
+    for document boundaries.
 
     All documents of a sample begin with the same token, whose states are equal too.
     """
@@ -75,8 +88,12 @@ def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callab
     return sample
 
 
-def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """Return a sampler like :func:`random_sample` with span corruption, for encoder-decoder models."""
+def random_corruption(
+    seed: int, vocab_size: int, sequence_length: int
+) -> Callable[[int], tuple[Any, Tensor]]:
+    """Return a sampler like :func:`random_sample` with span corruption,
+    for encoder-decoder models.
+    """
     return span_corruption_sampler(partial(random_sample, seed), seed, vocab_size, sequence_length)
 
 

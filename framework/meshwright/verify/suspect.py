@@ -1,6 +1,8 @@
-"""Rule or tensor that a difference points to: the first part of training in which a layout leaves the plain run.
+"""Rule or tensor that a difference points to:
+the first part of training in which a layout leaves the plain run.
 
-The parts of a step follow each other, so the first that differs is where to look; all later ones differ with it:
+The parts of a step follow each other, so the first that differs is where to look; all later ones
+differ with it:
 
     initial values | samples | forward | backward | norm | update | learning rate, loss scale, cursor of later steps
 """
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.verify.distance import RULE_TOLERANCE, is_beyond
+from meshwright.verify.distance import RULE_TOLERANCE, constant_factor, is_beyond
 from meshwright.verify.reference import RunNumbers, validated_after
 
 MAX_NAMES = 3
@@ -38,13 +40,19 @@ class Distances(NamedTuple):
     weights: Mapping[str, float]
 
 
-def find_suspect(found: RunNumbers, expected: RunNumbers, distances: Distances, limits: Limits) -> str:
-    """Return the part of training that differs first, with tensor or step; "" if these numbers show none."""
+def find_suspect(
+    found: RunNumbers, expected: RunNumbers, distances: Distances, limits: Limits
+) -> str:
+    """Return the part of training that differs first, with tensor or step;
+    "" if these numbers show none.
+    """
     parts: tuple[Callable[[], str], ...] = (
         lambda: _initial(found, expected),
         lambda: _samples(found, expected, steps=1),
         lambda: _step_one(found, expected, distances, limits),
-        lambda: _numbers("the learning rate (optimizer.schedule, warm-up)", found.rates, expected.rates),
+        lambda: _numbers(
+            "the learning rate (optimizer.schedule, warm-up)", found.rates, expected.rates
+        ),
         lambda: _numbers("the loss scale", found.scales, expected.scales),
         lambda: _samples(found, expected, steps=len(expected.losses)),
         lambda: _update(found, expected, distances, limits),
@@ -73,10 +81,16 @@ def _samples(found: RunNumbers, expected: RunNumbers, *, steps: int) -> str:
         if not step:
             return "the samples of a validation"
         if len(ours) != len(theirs):
-            return f"the batch size: step {step} reads {len(ours)} samples, the plain run {len(theirs)}"
+            return (
+                f"the batch size: step {step} reads {len(ours)} samples, the plain run"
+                f" {len(theirs)}"
+            )
         if ours.keys() != theirs.keys():
             first, wanted = min(ours), min(theirs)
-            return f"the data cursor: step {step} reads samples from {first} on, the plain run from {wanted} on"
+            return (
+                f"the data cursor: step {step} reads samples from {first} on, the plain run from"
+                f" {wanted} on"
+            )
         return f"the contents of the samples of step {step}"
     return ""
 
@@ -85,10 +99,17 @@ def _step_one(found: RunNumbers, expected: RunNumbers, distances: Distances, lim
     """Compare forward, backward and gradient norm of step 1."""
     if is_beyond(found.losses[0], expected.losses[0], limits.loss):
         router = _router(found, expected)
-        return router or "forward or the loss: the loss of step 1 differs, with equal weights and samples"
-    far = _far(distances.gradients, limits.gradients)[::-1]  # backward comes to the last layers first
+        return (
+            router
+            or "forward or the loss: the loss of step 1 differs, with equal weights and samples"
+        )
+    # backward comes to the last layers first
+    far = _far(distances.gradients, limits.gradients)[::-1]
     if far:
-        return f"backward, or a sum of gradients: in the order of backward, first those of {_names(far)}"
+        return (
+            "backward, or a sum of gradients: in the order of backward, first those of"
+            f" {_names(far)}"
+        )
     if is_beyond(found.grad_norms[0], expected.grad_norms[0], limits.norm):
         return "the gradient norm: its gradients agree"
     return ""
@@ -99,7 +120,10 @@ def _router(found: RunNumbers, expected: RunNumbers) -> str:
     ours, theirs = found.metrics[0], expected.metrics[0]
     for name in theirs:
         if name.startswith("of sums ") and ours.get(name) != theirs[name]:
-            return f"the router {name.removeprefix('of sums ').rpartition('.')[0]}: other experts in step 1"
+            return (
+                f"the router {name.removeprefix('of sums ').rpartition('.')[0]}: other experts in"
+                " step 1"
+            )
     return ""
 
 
@@ -118,17 +142,18 @@ def _update(found: RunNumbers, expected: RunNumbers, distances: Distances, limit
         return ""
     first = far[0]
     factor = _factor(found.stepped[first], expected.stepped[first], expected.initial.get(first))
-    return f"the optimizer: gradients of step 1 agree, and the update of {_names(far)} does not{factor}"
+    return (
+        f"the optimizer: gradients of step 1 agree, and the update of {_names(far)} does"
+        f" not{factor}"
+    )
 
 
 def _factor(found: Tensor, expected: Tensor, before: Tensor | None) -> str:
     """Describe a constant factor between two updates, or "" without one."""
     if before is None or found.shape != before.shape:
         return ""
-    ours, theirs = (found.double() - before.double()).flatten(), (expected.double() - before.double()).flatten()
-    factor = float(torch.dot(ours, theirs) / torch.dot(theirs, theirs).clamp_min(1e-300))
-    is_constant = float((ours - factor * theirs).norm()) < 1e-6 * float(theirs.norm())
-    return f" (it is {factor:.6g} times the plain run's)" if is_constant else ""
+    factor = constant_factor(found.double() - before.double(), expected.double() - before.double())
+    return "" if factor is None else f" (it is {factor:.6g} times the plain run's)"
 
 
 def _later(found: RunNumbers, expected: RunNumbers, distances: Distances, limits: Limits) -> str:
@@ -140,10 +165,13 @@ def _later(found: RunNumbers, expected: RunNumbers, distances: Distances, limits
         if is_beyond(ours, theirs, limits.later):
             if step == 2:
                 return (
-                    "the weights or the mode of step 2: the update of step 1 agrees. Check the weight gather after it, "
-                    f"the return to train mode, dropout{of_weights}"
+                    "the weights or the mode of step 2: the update of step 1 agrees. Check the"
+                    f" weight gather after it, the return to train mode, dropout{of_weights}"
                 )
-            return f"the optimizer's state, or the gradients of step {step - 1}: the loss of step {step}{of_weights}"
+            return (
+                f"the optimizer's state, or the gradients of step {step - 1}: the loss of step"
+                f" {step}{of_weights}"
+            )
         if is_beyond(*norms, limits.norm):
             return f"gradients of step {step}: their norm, while the loss agrees{of_weights}"
     if far:

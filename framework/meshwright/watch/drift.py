@@ -1,16 +1,18 @@
-"""Replica drift: comparison of tensors that must be bitwise equal on several ranks, and the error that names copies.
+"""Replica drift: comparison of tensors that must be bitwise equal on several ranks,
+and the error that names copies.
 
-    tensor                      equal on all ranks of           a difference comes from
-    weights                     dp (experts: their replicas)    a bit flipped in memory, a faulty link, a kernel that
-      replicated over tp        dp, tp                          adds in another order on one rank
-      tied                      dp, tied stages (, tp)
-    moments, fp32 masters       dp with zero = 0, else the groups that have their own shards (, tp, tied)
-    frozen parameters           dp (, tp, tied)
+    tensor                      equal on all ranks of
+    weights, frozen ones too    each group of holders.whole_copies, and the tied stages
+    moments, fp32 masters       each group of holders.copies: of ranks with this shard; and the tied stages
     running buffers             tp
 
-A check is cheap. Each flat tensor is hashed to one number: the sum of its bits as integers, which any single flipped
-bit changes. One small all-reduce per group compares the largest and smallest hash over the ranks that hold a copy. Only
-if they differ are the single parameters hashed and gathered, so that the message can name the parameter and the rank.
+A difference comes from a bit flipped in memory, a faulty link, or a kernel that adds in another order
+on one rank.
+
+A check is cheap. Each flat tensor is hashed to one number: the sum of its bits as integers, which
+any single flipped bit changes. One small all-reduce per group compares the largest and smallest
+hash over the ranks that hold a copy. Only if they differ are the single parameters hashed and
+gathered, so that the message can name the parameter and the rank.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharding import ShardedParameters, Tie
+from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import DriftError
 from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
-from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.holders import Holders
 from meshwright.optimizer import read_states
 from meshwright.parts import Parts
 from meshwright.watch.ranks import numbers, ranks_at
@@ -40,17 +42,17 @@ class ReplicatedTensor(NamedTuple):
     """A tensor of this rank that other ranks hold copies of, and its named pieces."""
 
     what: str
-    """Prefix of the parameter's name in messages: ``""`` for a weight, ``"the moment exp_avg of "``."""
+    """Prefix of the parameter's name in messages: ``""`` for a weight,
+    ``"the moment exp_avg of "``.
+    """
     tensor: Tensor
     pieces: tuple[tuple[str, Tensor], ...]
-    over_dp: Group | None
-    """Group of the replicas that hold equal copies; None for buffers, which are compared over tp alone."""
-    over_tp: bool
-    tied: Tie | None
+    copies: tuple[Group, ...]
+    """Groups of ranks with equal copies, on this stage."""
+    holders: Holders = Holders()
+    """Holders of its parameters: here of their slices and ties."""
     shard: int = 0
     """Index of the optimizer state's shard; 0 for tensors that are not sharded."""
-    is_expert: bool = False
-    """True for experts sharded over ep ranks."""
 
 
 class NamedPiece(NamedTuple):
@@ -58,21 +60,29 @@ class NamedPiece(NamedTuple):
 
     what: str
     name: str
-    first: int | None
-    """tp rank of the part, or the first rank with the same experts; None when all tp ranks hold it."""
+    slice: int
+    """Index of the slice among the tp or ep ranks; 0 of a whole parameter."""
     shard: int
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers, () int64; a single flipped bit always changes it."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().view(-1)
+    """Return the sum of a tensor's bits as integers, () int64;
+    a single flipped bit always changes it.
+    """
+    flat = (
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        .detach()
+        .contiguous()
+        .view(-1)
+    )
     size = flat.element_size()
     aligned = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
     return flat.view(WORDS[8 if aligned else size]).sum(dtype=torch.int64)
 
 
 def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
-    """Yield this rank's tensors that other ranks hold copies of, in the same order on all ranks with copies.
+    """Yield this rank's tensors that other ranks hold copies of,
+    in the same order on all ranks with copies.
 
     Blocks until posted all-gathers of weights are done.
     """
@@ -82,54 +92,48 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
         for bucket in replica.buckets:
             states, steps = read_states(parts.optimizer, index)
             index += 1
-            moments = {f"{_moment_name(name)} of ": state for name, state in states.items()} if steps else {}
+            moments = {}
+            if steps:
+                moments = {f"{_moment_name(name)} of ": state for name, state in states.items()}
             if bucket.flat is not None:
-                yield _of_bucket("", bucket, bucket.flat, parts.mesh.replicas_of(is_expert=bucket.kind.is_expert))
+                yield _of_bucket("", bucket, bucket.flat)
             if bucket.flat is None or bucket.is_mixed_precision:
                 moments["" if bucket.flat is None else "the master of "] = bucket.master
             for what, tensor in moments.items():
-                yield _of_bucket(what, bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
+                yield _of_bucket(what, bucket, tensor)
         for bucket in replica.frozen_shards:
-            yield _of_bucket("", bucket, bucket.master, bucket.sharding.copies, bucket.sharding.shard.rank)
+            yield _of_bucket("", bucket, bucket.master)
         for member in replica.frozen:
-            kind, parameter = member.kind, member.parameter.detach()
+            parameter, holders = member.parameter.detach(), member.holders
             named = ((member.info.name, parameter),)
-            replicas = parts.mesh.replicas_of(is_expert=kind.is_expert)
-            yield ReplicatedTensor(
-                "", parameter, named, replicas, kind.replicated_over_tp, kind.tied, is_expert=kind.is_expert
-            )
+            yield ReplicatedTensor("", parameter, named, holders.whole_copies, holders)
     for name, buffer in parts.running().items():
-        yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
+        yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), (parts.mesh.tp,))
 
 
 def _moment_name(name: str) -> str:
     return "the momentum" if name == "momentum" else f"the moment {name}"
 
 
-def _of_bucket(
-    what: str, bucket: ShardedParameters, tensor: Tensor, over_dp: Group, shard: int = 0
-) -> ReplicatedTensor:
-    """Return a bucket's tensor with its named pieces. ``tensor``: flat, the whole bucket or this rank's shard of it."""
-    begin, end = (0, bucket.numel) if tensor.numel() == bucket.numel else bucket.shard_range
+def _of_bucket(what: str, bucket: ShardedParameters, tensor: Tensor) -> ReplicatedTensor:
+    """Return a bucket's tensor with its named pieces. ``tensor``: flat,
+    the whole bucket or this rank's shard of it.
+    """
+    holders, is_whole = bucket.holders, tensor.numel() == bucket.numel
+    begin, end = (0, bucket.numel) if is_whole else bucket.shard_range
     pieces = []
     for slot in bucket.slots:
         start, stop = max(slot.start, begin), min(slot.stop, end)
         if start < stop:
             pieces.append((slot.member.info.name, tensor[start - begin : stop - begin]))
-    return ReplicatedTensor(
-        what,
-        tensor,
-        tuple(pieces),
-        over_dp,
-        bucket.kind.replicated_over_tp,
-        bucket.kind.tied,
-        shard,
-        bucket.kind.is_expert,
-    )
+    copies = holders.whole_copies if is_whole else holders.copies
+    shard = 0 if is_whole else holders.shard_group.rank
+    return ReplicatedTensor(what, tensor, tuple(pieces), copies, holders, shard)
 
 
 def check_drift(parts: Parts) -> None:
-    """Compare all copies that must be bitwise equal. Collective over all ranks, between two steps; blocks.
+    """Compare all copies that must be bitwise equal. Collective over all ranks, between two steps;
+    blocks.
 
     Each group all-reduces 16 bytes per tensor that it holds copies of.
 
@@ -139,18 +143,19 @@ def check_drift(parts: Parts) -> None:
     mesh = parts.mesh
     tensors: list[ReplicatedTensor] = []
     hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
-    for each in replicated_tensors(parts):  # 8-bit states are dequantised one at a time, and freed after hashing
+    # 8-bit states are dequantised one at a time, and freed after hashing
+    for each in replicated_tensors(parts):
         hashes = torch.cat([hashes, bits(each.tensor).view(1).to(mesh.device)])
         tensors.append(each._replace(tensor=hashes, pieces=()))
-    over_dp: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    groups = {each.over_dp.ranks: each.over_dp for each in tensors if each.over_dp is not None}
+    differs = torch.zeros(len(hashes), dtype=torch.bool, device=mesh.device)
+    groups = {mesh.tp.ranks: mesh.tp}
+    indices_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, each in enumerate(tensors):
-        if each.over_dp is not None:
-            over_dp[each.over_dp.ranks].append(index)
-    over_tp = [index for index, each in enumerate(tensors) if each.over_tp]
-    differs = _differs(mesh.tp, hashes, over_tp)
-    for ranks, indices in over_dp.items():
-        differs |= _differs(groups[ranks], hashes, indices)
+        for group in each.copies:
+            groups[group.ranks] = group
+            indices_of[group.ranks].append(index)
+    for ranks, group in groups.items():  # in the same order on all ranks of a group
+        differs |= _differs(group, hashes, indices_of[ranks])
     for group, copies in _ties(tensors):
         differs |= _differs(group, hashes, [first for first, *_ in copies])
         for first, *others in copies:
@@ -163,15 +168,17 @@ def check_drift(parts: Parts) -> None:
 
 
 def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
-    """Return a mask (num_tensors,) bool of the hashes that differ within a group. Collective over the group; blocks.
+    """Return a mask (num_tensors,) bool of the hashes that differ within a group.
+    Collective over the group; blocks.
 
-    One all-reduce of 16 bytes per index. ``hashes``: (num_tensors,) int64. ``indices``: the hashes to compare; the
-    others stay False.
+    One all-reduce of 16 bytes per index. ``hashes``: (num_tensors,) int64. ``indices``: the hashes
+    to compare; the others stay False.
     """
     differs = torch.zeros(len(hashes), dtype=torch.bool, device=hashes.device)
     if group.size > 1 and indices:
         own = hashes[list(indices)]
-        extremes = torch.cat([own, ~own])  # the smallest h has the largest ~h; -h overflows for the smallest integer
+        # the smallest h has the largest ~h; -h overflows for the smallest integer
+        extremes = torch.cat([own, ~own])
         group.all_reduce(extremes, "max").wait()
         largest, smallest = extremes[: len(own)], ~extremes[len(own) :]
         differs[list(indices)] = largest != smallest
@@ -179,21 +186,28 @@ def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
 
 
 def _ties(tensors: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]]]:
-    """Return the groups that hold tied weights, each with the indices of this rank's copies, tie by tie.
+    """Return the groups that hold tied weights, each with the indices of this rank's copies,
+    tie by tie.
 
     The order is the same on all ranks.
     """
     groups: dict[tuple[int, ...], Group] = {}
-    copies: dict[tuple[int, ...], dict[tuple[str, str], list[int]]] = defaultdict(lambda: defaultdict(list))
+    copies: dict[tuple[int, ...], dict[tuple[str, str], list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for index, each in enumerate(tensors):
-        if each.tied is not None:
-            ranks = each.tied.ranks.ranks
-            groups[ranks] = each.tied.ranks
-            copies[ranks][each.tied.name, each.what].append(index)
-    return [(groups[ranks], [copies[ranks][key] for key in sorted(copies[ranks])]) for ranks in sorted(groups)]
+        tie = each.holders.tied
+        if tie is not None:
+            groups[tie.ranks.ranks] = tie.ranks
+            copies[tie.ranks.ranks][tie.name, each.what].append(index)
+    return [
+        (groups[ranks], [copies[ranks][key] for key in sorted(copies[ranks])])
+        for ranks in sorted(groups)
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------- the error message
+# ----------------------------------------------------------------------------------------------------
+# the error message
 
 
 def _message(parts: Parts, differs: Sequence[bool]) -> str:
@@ -203,13 +217,19 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
     :func:`replicated_tensors`.
     """
     mesh, flagged = parts.mesh, zip(replicated_tensors(parts), differs, strict=True)
-    own_suspects = {(each.what, name) for each, is_different in flagged if is_different for name, _ in each.pieces}
+    own_suspects = {
+        (each.what, name)
+        for each, is_different in flagged
+        if is_different
+        for name, _ in each.pieces
+    }
     suspects = {pair for pairs in mesh.world.gather_objects(own_suspects) for pair in pairs}
     own: list[tuple[NamedPiece, int]] = []
     for each in replicated_tensors(parts):
         for name, tensor in each.pieces:
             if (each.what, name) in suspects:
-                own.append((NamedPiece(each.what, name, _part(mesh, each), each.shard), int(bits(tensor))))
+                piece = NamedPiece(each.what, name, each.holders.slices.rank, each.shard)
+                own.append((piece, int(bits(tensor))))
     copies: dict[NamedPiece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, hashes in enumerate(mesh.world.gather_objects(own, NamedPiece)):
         for piece, number in hashes:
@@ -218,33 +238,34 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
     different = [(piece, list(ranks.values())) for piece, ranks in copies.items() if len(ranks) > 1]
     if not different:
         names = ", ".join(sorted(name for _, name in suspects)[:MAX_NAMED])
-        text = f"replicas differ after step {step} in the padding between the parameters of a bucket ({names})"
+        text = (
+            f"replicas differ after step {step} in the padding between the parameters of a bucket"
+            f" ({names})"
+        )
     else:
         piece, ranks = different[0]
-        text = f"replicas of {piece.what}{piece.name} differ after step {step}: {differing_pieces(mesh.grid, ranks)}"
+        text = (
+            f"replicas of {piece.what}{piece.name} differ after step {step}:"
+            f" {differing_pieces(mesh.grid, ranks)}"
+        )
         others = list(dict.fromkeys(f"{each.what}{each.name}" for each, _ in different[1:]))
         if others:
             more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
             text += f". So do those of {', '.join(others[:MAX_NAMED])}{more}"
     return (
-        f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies drift apart by "
-        f"faults of memory, device or network: if it recurs, exclude the machines of these ranks; if it recurs on "
-        f"others, run `meshwright verify`: a replicated layer may get only a shard of its input features"
+        f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies"
+        " drift apart by faults of memory, device or network: if it recurs, exclude the machines"
+        " of these ranks; if it recurs on others, run `meshwright verify`: a replicated layer may"
+        " get only a shard of its input features"
     )
-
-
-def _part(mesh: Mesh, each: ReplicatedTensor) -> int | None:
-    """Return an index that identifies this rank's part of the tensor: equal on all ranks with a copy of the part."""
-    if each.over_tp:
-        return None
-    return mesh.expert_replicas.ranks[0] if each.is_expert else mesh.at.tp_rank
 
 
 def differing_pieces(grid: Grid, copies: Sequence[Sequence[int]]) -> str:
     """Return a phrase that names the ranks to blame.
 
-    ``copies``: one list of ranks for each distinct bit pattern. Ranks outside the majority are to blame; without a
-    majority all ranks are named.
+    Ranks outside the majority are to blame; without a majority all ranks are named.
+
+    ``copies``: one list of ranks for each distinct bit pattern.
     """
     ordered = sorted((sorted(ranks) for ranks in copies), key=lambda ranks: (-len(ranks), ranks))
     total = sum(map(len, ordered))

@@ -33,11 +33,15 @@ from meshwright.watch.stragglers import Stragglers
 from meshwright.watch.trace import RankSpans, Trace, on_one_clock, traced_step, write
 
 BARRIERS = 9
-"""Barriers that align the clocks of several nodes; on one node a single barrier lets all ranks start together."""
+"""Barriers that align the clocks of several nodes;
+on one node a single barrier lets all ranks start together.
+"""
 
 
 class Timing(Observer):
-    """Observer that traces one step per start and searches for stragglers. Both align all ranks before the step."""
+    """Observer that traces one step per start and searches for stragglers.
+    Both align all ranks before the step.
+    """
 
     def __init__(self, parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
         config = parts.config
@@ -47,12 +51,17 @@ class Timing(Observer):
         self._ticks: tuple[float, ...] = ()
 
     def before_step(self, parts: Parts) -> None:
-        """Align the ranks if this step is traced or searched for stragglers. Collective over all ranks; blocks."""
+        """Align the ranks if this step is traced or searched for stragglers.
+        Collective over all ranks; blocks.
+        """
         step = parts.state.step + 1
-        self._ticks = align(parts.mesh) if step == self._traced or self._stragglers.is_due(step) else ()
+        self._ticks = (
+            align(parts.mesh) if step == self._traced or self._stragglers.is_due(step) else ()
+        )
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Record this rank's times; in an aligned step also write the trace and look for a straggler.
+        """Record this rank's times; in an aligned step also write the trace and look
+        for a straggler.
 
         An aligned step is collective: over pp for the spans, over all ranks for the search; blocks.
         """
@@ -71,7 +80,9 @@ class Timing(Observer):
 
 
 class DriftCheck(Observer):
-    """Observer that compares replicas every ``watch.drift_every`` steps and before each checkpoint."""
+    """Observer that compares replicas every ``watch.drift_every`` steps
+    and before each checkpoint.
+    """
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Compare the copies that must be equal. Collective over all ranks; blocks.
@@ -85,10 +96,14 @@ class DriftCheck(Observer):
 
 
 class CorpusCheck(Observer):
-    """Observer that names the files of the corpus that were changed under the run, in each step that saves."""
+    """Observer that names the files of the corpus that were changed under the run,
+    in each step that saves.
+    """
 
     def __init__(self, changes: Callable[[], list[str]]) -> None:
-        """Take descriptions from ``changes``: of the watched files that changed since its last call."""
+        """Take descriptions from ``changes``:
+        of the watched files that changed since its last call.
+        """
         self._changes = changes
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
@@ -100,8 +115,9 @@ class CorpusCheck(Observer):
             return
         for change in dict.fromkeys(change for changes in found for change in changes):
             print_warning(
-                f"the corpus changed under this run, up to step {parts.state.step}: {change}. `meshwright data verify "
-                f"DIR` reads every byte; after a restore, go on from a checkpoint before the change"
+                f"the corpus changed under this run, up to step {parts.state.step}: {change}."
+                " `meshwright data verify DIR` reads every byte; after a restore, go on from a"
+                " checkpoint before the change"
             )
 
 
@@ -112,7 +128,8 @@ def align(mesh: Mesh) -> tuple[float, ...]:
         ``time.perf_counter()`` of this rank after each barrier.
     """
     if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)  # otherwise the row's first event would wait for the previous step
+        # otherwise the row's first event would wait for the previous step
+        torch.cuda.synchronize(mesh.device)
     ticks = []
     for _ in range(BARRIERS if len(set(mesh.nodes)) > 1 else 1):
         mesh.world.barrier()
@@ -121,7 +138,9 @@ def align(mesh: Mesh) -> tuple[float, ...]:
 
 
 def gather_spans(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
-    """Gather the spans of the last step within each pipeline, by pp rank. Collective over pp; blocks."""
+    """Gather the spans of the last step within each pipeline, by pp rank. Collective over pp;
+    blocks.
+    """
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
     times = result.times
@@ -131,7 +150,9 @@ def gather_spans(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
 
 
 def write_trace(pipeline: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
-    """Write the trace of the last step, on rank 0. A trace that cannot be written does not stop the run."""
+    """Write the trace of the last step, on rank 0.
+    A trace that cannot be written does not stop the run.
+    """
     if parts.mesh.rank != 0:
         return
     path = directory / "traces" / f"step-{parts.state.step:08d}.json"
@@ -139,7 +160,10 @@ def write_trace(pipeline: Sequence[RankSpans], parts: Parts, directory: Path) ->
         write(build_trace(pipeline, parts), path)
         parts.written_files.append(path)
     except Exception as error:
-        tell(f"watch: the trace of step {parts.state.step} is not written, the run continues: {error}")
+        tell(
+            f"watch: the trace of step {parts.state.step} is not written, the run continues:"
+            f" {error}"
+        )
 
 
 def build_trace(pipeline: Sequence[RankSpans], parts: Parts) -> Trace:
@@ -159,19 +183,27 @@ def build_trace(pipeline: Sequence[RankSpans], parts: Parts) -> Trace:
 
 
 def handle_nonfinite(parts: Parts, feed: Feed, stats: StepStats) -> None:
-    """Reject a step whose reduced scalars are not finite: skip it, or end the run. Collective over all ranks; blocks.
+    """Reject a step whose reduced scalars are not finite: skip it, or end the run.
+    Collective over all ranks; blocks.
 
-    No rank has taken the step. A float16 overflow that a smaller loss scale may avoid is no fault: nothing is done.
+    No rank has taken the step. A float16 overflow that a smaller loss scale may avoid is no fault:
+    nothing is done.
 
     Raises:
-        NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or ``watch.most_skipped`` steps in a row
-            were skipped before this one.
+        NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or
+            ``watch.most_skipped`` steps in a row were skipped before this one.
     """
     watch, state = parts.config.watch, parts.state
-    if math.isfinite(stats.loss) and can_fall(parts.config, state.loss_scale):
+    if math.isfinite(stats.loss) and can_fall(
+        parts.config.loss_scale, parts.config.train.dtype, state.loss_scale
+    ):
         return
-    at = f" with the loss scale {stats.loss_scale:g}" if parts.config.train.dtype == "float16" else ""
-    step = f"step {state.step + 1}: the loss is {stats.loss}, the gradient norm {stats.grad_norm}{at}"
+    at = ""
+    if parts.config.train.dtype == "float16":
+        at = f" with the loss scale {stats.loss_scale:g}"
+    step = (
+        f"step {state.step + 1}: the loss is {stats.loss}, the gradient norm {stats.grad_norm}{at}"
+    )
     if watch.on_nonfinite == "skip" and state.skipped_in_a_row < watch.most_skipped:
         why = find_cause(parts, feed, replay=False)
         state.skipped_in_a_row += 1
@@ -181,11 +213,19 @@ def handle_nonfinite(parts: Parts, feed: Feed, stats: StepStats) -> None:
         return
     skipped = ""
     if state.skipped_in_a_row:
-        skipped = f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped allows."
+        skipped = (
+            f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped"
+            " allows."
+        )
     raise NonFiniteError(
         "MW-WATCH-008",
-        f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, replay=True)}\n"
-        f"This step is not saved: the same command resumes from the last checkpoint. Lower optimizer.learning_rate, "
-        f"set optimizer.clip_norm, or look at these samples"
-        + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps'),
+        f"{step}: the step is not taken on any"
+        f" rank.{skipped}\n{find_cause(parts, feed, replay=True)}\nThis step is not saved: the same"
+        " command resumes from the last checkpoint. Lower optimizer.learning_rate, set"
+        " optimizer.clip_norm, or look at these samples"
+        + (
+            ""
+            if watch.on_nonfinite == "skip"
+            else '; watch.on_nonfinite = "skip" leaves out single steps'
+        ),
     )

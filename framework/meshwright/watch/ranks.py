@@ -23,10 +23,14 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:
-    """Format ranks with their mesh coordinates: ``rank 5 (pp1 dp0 tp1)``, ``ranks 4-5 (pp1 dp0 tp0-1)``."""
+    """Format ranks with their mesh coordinates: ``rank 5 (pp1 dp0 tp1)``,
+    ``ranks 4-5 (pp1 dp0 tp0-1)``.
+    """
     ordered = sorted(set(ranks))
     at = [grid.coordinates(rank) for rank in ordered]
-    where = " ".join(f"{axis}{numbers(getattr(each, f'{axis}_rank') for each in at)}" for axis in grid.axes)
+    where = " ".join(
+        f"{axis}{numbers(getattr(each, f'{axis}_rank') for each in at)}" for axis in grid.axes
+    )
     return f"rank{'s' * (len(ordered) > 1)} {numbers(ordered)} ({where})"
 
 

@@ -14,6 +14,7 @@ OWN: dict[str, AddCommand] = {
     "init": planning.init,
     "train": training.train,
     "mesh": planning.mesh,
+    "layouts": planning.layouts,
     "doctor": training.doctor,
     "slurm": training.slurm,
     "kubernetes": training.kubernetes,
@@ -29,8 +30,33 @@ OWN: dict[str, AddCommand] = {
 }
 """Commands of the trainer and its launcher."""
 ORDER = (
-    *("init", "train", "mesh", "doctor", "slurm", "kubernetes", "draw", "stages", "plan", "calibrate", "dryrun"),
-    *("verify", "data", "config", "checkpoint", "convert", "status", "eval", "sample", "report", "plot", "errors"),
+    *(
+        "init",
+        "train",
+        "layouts",
+        "mesh",
+        "doctor",
+        "slurm",
+        "kubernetes",
+        "draw",
+        "stages",
+        "plan",
+        "calibrate",
+        "dryrun",
+    ),
+    *(
+        "verify",
+        "data",
+        "config",
+        "checkpoint",
+        "convert",
+        "status",
+        "eval",
+        "sample",
+        "report",
+        "plot",
+        "errors",
+    ),
     "completion",
 )
 """Order in which help lists commands; those of other packages come last."""
@@ -40,8 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all commands, each with an example."""
     parser = CommandParser(
         prog="meshwright",
-        description="3D-parallel training of transformers: one model, any layout, the same numbers.",
-        epilog="`meshwright COMMAND --help` describes a command, with an example; docs/tasks has a page for each task.",
+        description=(
+            "3D-parallel training of transformers: one model, any layout, the same numbers."
+        ),
+        epilog=(
+            "`meshwright COMMAND --help` describes a command, with an example; docs/tasks has a"
+            " page for each task."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"meshwright {own_version()}")

@@ -14,14 +14,16 @@ def checkpoint(added: Added) -> None:
         "Reads checkpoints of any layout without ranks, and changes none.",
         "meshwright checkpoint verify runs/demo",
     )
-    commands_of = of_checkpoints.add_subparsers(title="commands", dest="what", metavar="WHAT", required=True)
+    commands_of = of_checkpoints.add_subparsers(
+        title="commands", dest="what", metavar="WHAT", required=True
+    )
     listed = command(
         commands_of,
         "list",
         "checkpoints:list_checkpoints",
         "list the checkpoints of a run",
-        "Prints step, samples seen, layout, tensors, files and bytes of each. Names missing and truncated files; "
-        "`verify` reads every byte.",
+        "Prints step, samples seen, layout, tensors, files and bytes of each. Names missing and"
+        " truncated files; `verify` reads every byte.",
         "meshwright checkpoint list runs/demo",
     )
     verified = command(
@@ -37,9 +39,12 @@ def checkpoint(added: Added) -> None:
         "show",
         "checkpoints:show",
         "print the contents of a checkpoint",
-        "Prints the metadata and the tensors of the newest checkpoint of a run, or of the one of --step.",
+        "Prints the metadata and the tensors of the newest checkpoint of a run, or of the one of"
+        " --step.",
         "meshwright checkpoint show runs/demo --tensor embedding.tokens.weight",
     )
-    shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
+    shown.add_argument(
+        "--tensor", metavar="NAME", help="only this parameter, with its pieces and their files"
+    )
     for parser in (listed, verified, shown):
         run_or_checkpoint(parser, has_step=parser is not listed)

@@ -40,8 +40,9 @@ class CommandParser(argparse.ArgumentParser):
         named = re.search(r"invalid choice: '(\w+)'", message)
         if named and named[1] in self.absent:
             message = (
-                f"the package of the command {named[1]} is not registered here: install meshwright with its packages "
-                f"meshwright_plan and meshwright_interop, in a checkout by `pip install -e .`"
+                f"the package of the command {named[1]} is not registered here: install meshwright"
+                " with its packages meshwright_plan and meshwright_interop, in a checkout by `pip"
+                " install -e .`"
             )
         super().error(visible(str(UserError("MW-LAUNCH-054", abridge_words(message)))))
 
@@ -98,11 +99,18 @@ def config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def nodes_of_job(parser: argparse.ArgumentParser, *, of_cluster: bool = False) -> None:
-    """Add ``--nodes`` and ``--devices-per-node``, which default to 8 devices per node and as many nodes as needed.
+    """Add ``--nodes`` and ``--devices-per-node``,
+    which default to 8 devices per node and as many nodes as needed.
 
-    ``of_cluster``: the devices default to those of the ``--cluster`` file; without one the option is None.
+    ``of_cluster``: the devices default to those of the ``--cluster`` file; without one the option
+        is None.
     """
-    parser.add_argument("--nodes", type=rank_count, metavar="N", help="number of nodes (default: as the degrees need)")
+    parser.add_argument(
+        "--nodes",
+        type=rank_count,
+        metavar="N",
+        help="number of nodes (default: as the degrees need)",
+    )
     default = "as in the --cluster file, or 8" if of_cluster else "8"
     parser.add_argument(
         "--devices-per-node",
@@ -131,7 +139,8 @@ def output(
 
 
 def check_output(options: argparse.Namespace) -> None:
-    """Check the place of a command's ``--out``, so that no work is lost to one that cannot be written.
+    """Check the place of a command's ``--out``,
+    so that no work is lost to one that cannot be written.
 
     Raises:
         ConfigError: it cannot be written.
@@ -141,32 +150,46 @@ def check_output(options: argparse.Namespace) -> None:
 
 
 def run_or_checkpoint(parser: argparse.ArgumentParser, *, has_step: bool = False) -> None:
-    """Add the argument for a run or one of its checkpoints, and with ``has_step`` the option ``--step``."""
-    parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
+    """Add the argument for a run or one of its checkpoints,
+    and with ``has_step`` the option ``--step``.
+    """
+    parser.add_argument(
+        "place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*"
+    )
     if has_step:
-        parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step")
+        parser.add_argument(
+            "--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step"
+        )
 
 
 def trust_code(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trust-code``, for commands that import the builders named by a run, a checkpoint or a configuration."""
+    """Add ``--trust-code``, for commands that import the builders named by a run,
+    a checkpoint or a configuration.
+    """
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="import any builder that a run or checkpoint names (default: meshwright's own models only)",
+        help=(
+            "import any builder that a run or checkpoint names (default: meshwright's own models"
+            " only)"
+        ),
     )
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
     """Return the type of an option that is a whole number from ``low`` to ``high``.
 
-    NOTE [bounds of options]: every number on the command line has bounds, with the highest value that anything can be
-    done with. Options take these types, never ``int`` or ``float``: those accept 4,300 digits, NaN and Inf.
+    NOTE [bounds of options]: every number on the command line has bounds, with the highest value
+    that anything can be done with. Options take these types, never ``int`` or ``float``: those
+    accept 4,300 digits, NaN and Inf.
     """
 
     def parse(text: str) -> int:
         number = whole_number(text, low, high)
         if number is None:
-            raise argparse.ArgumentTypeError(f"{shortened(text, 80)} is not a whole number from {low:,} to {high:,}")
+            raise argparse.ArgumentTypeError(
+                f"{shortened(text, 80)} is not a whole number from {low:,} to {high:,}"
+            )
         return number
 
     return parse
@@ -185,7 +208,9 @@ def counts(text: str) -> list[int]:
     """Parse whole numbers from 1 up, separated by commas; return them sorted, each once."""
     words = text.split(",")
     if len(words) > MAX_SWEPT:
-        raise argparse.ArgumentTypeError(f"{len(words):,} numbers, and at most {MAX_SWEPT} are swept")
+        raise argparse.ArgumentTypeError(
+            f"{len(words):,} numbers, and at most {MAX_SWEPT} are swept"
+        )
     return sorted({count(word.strip()) for word in words})
 
 
@@ -210,7 +235,9 @@ def part(text: str) -> float:
 
 
 def text(word: str) -> str:
-    """Return the word as text in UTF-8, whatever the locale. For text that is tokenized or written to a file."""
+    """Return the word as text in UTF-8, whatever the locale.
+    For text that is tokenized or written to a file.
+    """
     try:
         return os.fsencode(word).decode("utf-8")  # in the C locale Python has not decoded its bytes
     except UnicodeEncodeError:
@@ -239,5 +266,7 @@ def size(text: str) -> int:
         base = 1024 if match[3] else 1000
         num_bytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
     if num_bytes < 1:
-        raise argparse.ArgumentTypeError(f"{shortened(text, 80)!r} is not a size, such as 500MB, 5GB or 2GiB")
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text, 80)!r} is not a size, such as 500MB, 5GB or 2GiB"
+        )
     return num_bytes

@@ -1,11 +1,13 @@
-"""Commands that other packages add to ``meshwright`` by entry points of the group ``meshwright.commands``.
+"""Commands that other packages add to ``meshwright`` by entry points
+of the group ``meshwright.commands``.
 
     [project.entry-points."meshwright.commands"]
     fly = "my_package.parsers:fly"              a command; "config.fly" is one below the command config
 
-The value is a function that takes a group of subparsers and adds a parser of the entry's name to it, by
-:func:`meshwright_launch.arguments.common.command`, whose ``run`` is ``module:function`` in full. The packages of tools/
-are added so. One that cannot be loaded is left out with a line on stderr: a broken package stops no other command.
+The value is a function that takes a group of subparsers and adds a parser of the entry's name to
+it, by :func:`meshwright_launch.arguments.common.command`, whose ``run`` is ``module:function`` in
+full. The packages of tools/ are added so. One that cannot be loaded is left out with a line on
+stderr: a broken package stops no other command.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Collection
 from importlib.metadata import EntryPoint
 
 from meshwright.errors import reason_of
-from meshwright.system.packages import is_own_entry, is_own_package
+from meshwright.system.packages import is_own_package
 from meshwright.terminal.output import tell
 from meshwright_launch.arguments.common import Added
 
@@ -38,8 +40,10 @@ def add_registered(added: Added, entry: EntryPoint, taken: Collection[str]) -> N
         if set(group.choices) - before != {subcommand or command}:
             raise ValueError(f"it adds no parser of the name {subcommand or command}")
     except ModuleNotFoundError as error:
-        if not (is_own_entry(entry) and error.name is not None and is_own_package(error.name)):
-            _report(entry, error)  # else a package of this distribution is not installed: the trainer alone
+        # the trainer may be installed alone, without the packages of its other commands
+        is_absent = is_own_package(entry.value) and is_own_package(error.name or "")
+        if not is_absent:
+            _report(entry, error)
     except (Exception, SystemExit) as error:
         _report(entry, error)
 
@@ -56,6 +60,6 @@ def subcommands_of(added: Added, command: str) -> Added:
 def _report(entry: EntryPoint, error: BaseException) -> None:
     package = entry.dist.name if entry.dist is not None else entry.value
     tell(
-        f"meshwright: the command {entry.name} of the package {package} is left out: {reason_of(error)}. Upgrade or "
-        f"uninstall {package}"
+        f"meshwright: the command {entry.name} of the package {package} is left out:"
+        f" {reason_of(error)}. Upgrade or uninstall {package}"
     )

@@ -1,4 +1,6 @@
-"""Weight-decomposed adapters (DoRA) on layouts: the numbers of the formula on whole weights in plain torch."""
+"""Weight-decomposed adapters (DoRA) on layouts:
+the numbers of the formula on whole weights in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,23 @@ from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.magnitude import MAGNITUDE, merged, row_norms
 from meshwright.config import RunConfig
 from meshwright.config.rules import RULES
-from meshwright.errors import ModelError
 from meshwright.model.build import configured_model
 from meshwright.verify import compare, parse_layout
-from meshwright.verify.compare import TOLERANCES
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
 from tests.framework.adapters.test_attach import BLOCKS, adapted, found_by
-from tests.framework.verify.cases import LATER, References, model_config, prove, size_for
-from tests.support.errors import has_code
+from tests.framework.verify.cases import LATER, References, assert_agrees, model_config, size_for
+from tests.support.errors import raises
+from tests.support.marks import long_row
 
 LINEARS = [*BLOCKS, "head"]
 WHOLE = {"qk_norm": "whole"}
 
 
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the tests of this module."""
-    return References()
-
-
-def decomposed(model: str, layout: str, targets: list[str], **options: Any) -> tuple[RunConfig, int]:
-    """A small model whose adapters have magnitudes, and the samples of a step."""
+def decomposed(
+    model: str, layout: str, targets: list[str], **options: Any
+) -> tuple[RunConfig, int]:
+    """Return a small model whose adapters have magnitudes, and the samples of a step."""
     config, global_batch = adapted(model, layout, targets, dora=True)
     return config.replace(model={"options": {**config.model.options, **options}}), global_batch
 
@@ -42,8 +40,8 @@ def decomposed(model: str, layout: str, targets: list[str], **options: Any) -> t
 @pytest.mark.parametrize(
     ("model", "layout", "targets", "dtype", "options"),
     [
-        ("llama", "pp2,tp2,zb_h1,sequence", LINEARS, "float64", {}),
-        ("gpt2", "dp2,tp2,full", BLOCKS, "float64", {}),
+        long_row("llama", "pp2,tp2,zb_h1,sequence", LINEARS, "float64", {}),
+        long_row("gpt2", "dp2,tp2,full", BLOCKS, "float64", {}),
         LATER("llama", "tp4,sequence", LINEARS, "float64", {"num_kv_heads": 2, "qkv_bias": True}),
         LATER("llama", "tp2,sequence", LINEARS, "float64", WHOLE),
         LATER("gpt2", "dp2,zero3,mbs2", BLOCKS, "float64", {}),
@@ -67,23 +65,25 @@ def test_numbers_of_one_plain_process(
 ) -> None:
     config, global_batch = decomposed(model, layout, targets, **options)
     chosen = parse_layout(layout)
-    row = prove(config, chosen, pool, references, global_batch=global_batch, steps=3, dtype=dtype, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(config, chosen, pool, references, global_batch=global_batch, steps=3, dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", ["dp1", "cp2,tp2,sequence"])
+@pytest.mark.parametrize("layout", ["dp1", long_row("cp2,tp2,sequence")])
 def test_on_linears_in_float8(layout: str, pool: RankPool, references: References) -> None:
     """The plain run multiplies by the base in float8 too."""
     config, global_batch = decomposed("llama", layout, BLOCKS)
     config = config.replace(train={"linear": "fp8", "fp8_keep": ["head"]})
     chosen = parse_layout(layout)
-    row = prove(config, chosen, pool, references, global_batch=global_batch, steps=2, dtype="float64", twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(
+        config, chosen, pool, references, global_batch=global_batch, steps=2, dtype="float64"
+    )
 
 
 def norm_of_the_shard(patch: pytest.MonkeyPatch) -> None:
     """The norm of a row is that of the columns which a rank holds."""
-    patch.setattr(meshwright.tensor_parallel.layers.RowLinear, "whole_sums", lambda self, sums: sums)
+    patch.setattr(
+        meshwright.tensor_parallel.layers.RowLinear, "whole_sums", lambda self, sums: sums
+    )
 
 
 def norm_of_the_base(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,9 @@ def norm_with_gradient(patch: pytest.MonkeyPatch) -> None:
     """Backward goes through the norm of the direction."""
 
     def norms(module: Any, down: Tensor, up: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        return row_norms(module, down, up, factor)[0], (module.weight + factor * up @ down).norm(dim=1)
+        return row_norms(module, down, up, factor)[0], (module.weight + factor * up @ down).norm(
+            dim=1
+        )
 
     patch.setattr(meshwright.adapters.magnitude, "row_norms", norms)
 
@@ -108,12 +110,14 @@ def norm_with_gradient(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "layout"),
     [
-        (norm_of_the_shard, "dp2,tp2,full"),
+        long_row(norm_of_the_shard, "dp2,tp2,full"),
         LATER(norm_of_the_base, "dp2,tp2,full"),
         LATER(norm_with_gradient, "dp2"),
     ],
 )
-def test_seeded_faults_are_caught(change: Any, layout: str, pool: RankPool, references: References) -> None:
+def test_seeded_faults_are_caught(
+    change: Any, layout: str, pool: RankPool, references: References
+) -> None:
     config, global_batch = decomposed("gpt2", layout, BLOCKS)
     expected = references.expected(config, global_batch, 3, "float64")
     numbers = found_by(config, layout, global_batch, pool, change, 3)
@@ -122,7 +126,9 @@ def test_seeded_faults_are_caught(change: Any, layout: str, pool: RankPool, refe
 
 def test_first_values_change_nothing_and_merging_is_the_formula() -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, down, up = (torch.randn(*each, generator=generator).double() for each in ((5, 4), (2, 4), (5, 2)))
+    weight, down, up = (
+        torch.randn(*each, generator=generator).double() for each in ((5, 4), (2, 4), (5, 2))
+    )
     weight[3] = 0
     module = torch.nn.Linear(4, 5).double()
     module.weight.data.copy_(weight)
@@ -137,9 +143,8 @@ def test_first_values_change_nothing_and_merging_is_the_formula() -> None:
 
 def test_embeddings_have_no_magnitudes_and_a_rank_is_needed() -> None:
     config, _ = decomposed("llama", "tp2", ["embedding.tokens"])
-    with pytest.raises(ModelError, check=has_code("MW-MODEL-041")) as caught:
+    with raises("MW-MODEL-041", "adapter.dora is for linears"):
         configured_model(config)
-    assert caught.value.code == "MW-MODEL-041" and "adapter.dora is for linears" in str(caught.value)
     alone = model_config("gpt2", size_for(parse_layout("dp1"))).replace(adapter={"dora": True})
     assert [rule.code for rule in RULES if rule.check(alone)] == ["MW-CONFIG-066"]
 

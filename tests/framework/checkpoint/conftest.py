@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
+from meshwright.checkpoint import (
+    CheckpointMetadata,
+    TensorKind,
+    TensorPiece,
+    begin,
+    publish,
+    write_shard,
+)
 from meshwright.checkpoint.files import final_directory
 from meshwright.parameters import ParameterInfo, Slice
 
@@ -29,7 +36,9 @@ State = dict[tuple[TensorKind, str], Tensor]
 
 
 class Fake:
-    """What the layers above hand to this room, made by hand; a layout is a tensor-parallel degree."""
+    """What the layers above hand to this room, made by hand;
+    a layout is a tensor-parallel degree.
+    """
 
     def info(self, name: str, tp: int, tp_rank: int) -> ParameterInfo:
         dim = CUT_DIMS.get(name)
@@ -38,7 +47,9 @@ class Fake:
         size = SHAPES[name][dim]
         padded = -(-size // tp)
         start = min(tp_rank * padded, size)
-        return ParameterInfo(name, SHAPES[name], Slice(dim, start, min(start + padded, size), padded))
+        return ParameterInfo(
+            name, SHAPES[name], Slice(dim, start, min(start + padded, size), padded)
+        )
 
     def infos(self, tp: int, tp_rank: int) -> list[ParameterInfo]:
         return [self.info(name, tp, tp_rank) for name in SHAPES]
@@ -49,11 +60,15 @@ class Fake:
         for kind in KINDS:
             for name, shape in SHAPES.items():
                 numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-                full[kind, name] = numbers.to(dtype if kind == TensorKind.WEIGHTS else torch.float32)
+                full[kind, name] = numbers.to(
+                    dtype if kind == TensorKind.WEIGHTS else torch.float32
+                )
         return full
 
     def pieces(self, state: State, tp: int, tp_rank: int) -> Iterator[TensorPiece]:
-        """A tp rank's pieces, given in one buffer that is reused, as one that gathers bucket by bucket would."""
+        """A tp rank's pieces, given in one buffer that is reused,
+        as one that gathers bucket by bucket would.
+        """
         for (kind, name), full in state.items():
             info = self.info(name, tp, tp_rank)
             if info.slice is None and tp_rank > 0:
@@ -82,13 +97,24 @@ class Fake:
         max_file_bytes: int = 800,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Path:
-        """Save as ``tp`` ranks would, in the order of the steps, without ranks. ``extra``: more scalar state."""
+        """Save as ``tp`` ranks would, in the order of the steps, without ranks. ``extra``:
+        more scalar state.
+        """
         state = self.state(step) if state is None else state
         temporary = begin(run, step, "a1")
         for tp_rank in range(tp):
-            write_shard(temporary, f"pp0-tp{tp_rank}", self.pieces(state, tp, tp_rank), max_file_bytes=max_file_bytes)
+            write_shard(
+                temporary,
+                f"pp0-tp{tp_rank}",
+                self.pieces(state, tp, tp_rank),
+                max_file_bytes=max_file_bytes,
+            )
         final = final_directory(run, step)
-        publish(temporary, final, self.head(step)._replace(state={"optimizer_steps": step} | dict(extra)))
+        publish(
+            temporary,
+            final,
+            self.head(step)._replace(state={"optimizer_steps": step} | dict(extra)),
+        )
         return final
 
 

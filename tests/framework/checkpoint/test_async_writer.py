@@ -16,7 +16,9 @@ from meshwright.checkpoint import async_writer as module
 def test_an_abandoned_thread_does_not_disturb_the_next_save(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`begin` deletes the directory that the old thread still writes to, whose error is not one of the new save."""
+    """`begin` deletes the directory that the old thread still writes to,
+    whose error is not one of the new save.
+    """
     goes_on, write_shard = threading.Event(), module.write_shard
 
     def stuck_once(temporary: Path, *args: Any, **options: Any) -> Any:
@@ -30,7 +32,9 @@ def test_an_abandoned_thread_does_not_disturb_the_next_save(
     def start(step: int, name: str) -> SaveAttempt:
         attempt = SaveAttempt(tmp_path, fake.head(step), name, frozenset({"tp0"}))
         begin(tmp_path, step, name)
-        writer.start(attempt, "tp0", HostSlab().copy(fake.pieces(fake.state(step), 1, 0)), is_first=True)
+        writer.start(
+            attempt, "tp0", HostSlab().copy(fake.pieces(fake.state(step), 1, 0)), is_first=True
+        )
         return attempt
 
     before = set(threading.enumerate())

@@ -28,9 +28,9 @@ from meshwright.checkpoint import (
     write_shard,
 )
 from meshwright.checkpoint.files import DELETED_SUFFIX, final_directory
-from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.errors import CheckpointError
 from meshwright.system import atomic
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 FILES = ["manifest.json", "SHA256SUMS", "pp0-tp0-00000.safetensors", "pp0-tp1-00001.safetensors"]
 
@@ -74,14 +74,11 @@ def test_opening_alone_finds_what_sizes_tell(tmp_path: Path, fake: Any, damage: 
     """What ranks do that leave the hashing to another."""
     path = fake.save(tmp_path, 1)
     DAMAGE[damage](path / "pp0-tp0-00001.safetensors")
-    with pytest.raises(
-        CheckpointError,
-        match=r"pp0-tp0-00001\.safetensors: (is missing|\d+ bytes, the manifest says)",
-        check=has_code("MW-CHECKPOINT-014"),
-    ):
+    with raises("MW-CHECKPOINT-014", "pp0-tp0-00001.safetensors"):
         open_checkpoint(path)
 
 
+@pytest.mark.long
 def test_every_flipped_byte_is_found(tmp_path: Path, fake: Any) -> None:
     """Not only where a test chose to look: any byte of any file."""
     path = fake.save(tmp_path, 1)
@@ -90,8 +87,13 @@ def test_every_flipped_byte_is_found(tmp_path: Path, fake: Any) -> None:
         data = file.read_bytes()
         for position in {0, len(data) - 1, *(generator.randrange(len(data)) for _ in range(8))}:
             for mask in (0x01, 0x20):  # 0x20 changes the case of a letter
-                file.write_bytes(data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :])
-                with pytest.raises(CheckpointError, match=file.name if file.suffix == ".safetensors" else "manifest"):
+                file.write_bytes(
+                    data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :]
+                )
+                with pytest.raises(
+                    CheckpointError,
+                    match=file.name if file.suffix == ".safetensors" else "manifest",
+                ):
                     open_checkpoint(path).verify()
         file.write_bytes(data)
     open_checkpoint(path).verify()
@@ -100,17 +102,13 @@ def test_every_flipped_byte_is_found(tmp_path: Path, fake: Any) -> None:
 def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path: Path, fake: Any) -> None:
     for step in (100, 200):
         (fake.save(tmp_path, step) / "manifest.json").unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"none of the 2 checkpoints verifies(.|\n)*00200(.|\n)*00100(.|\n)*anew",
-        check=has_code("MW-CHECKPOINT-015"),
-    ):
+    with raises("MW-CHECKPOINT-015", 2, "step-00000200", "step-00000100"):
         newest_valid(tmp_path, warn=lambda _: None)
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path, fake: Any) -> None:
     fake.save(tmp_path, 100).rename(tmp_path / "checkpoints" / "step-00000900")
-    with pytest.raises(CheckpointError, match="manifest is of step 100", check=has_code("MW-CHECKPOINT-015")):
+    with raises("MW-CHECKPOINT-015", "step 100"):
         newest_valid(tmp_path, warn=lambda _: None)
 
 
@@ -120,7 +118,9 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path, fake: Any) -> None:
 class RefusingDisk:
     """Answers reads of one file with an errno, so many times."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, number: int, times: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, path: Path, number: int, times: int
+    ) -> None:
         self.left = times
 
         def refusing(opened: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,9 @@ class RefusingDisk:
 def test_a_read_error_is_no_damage(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, file: str, number: int
 ) -> None:
-    """One that passes is tried again; one that stays stops the start with its errno, and nothing is passed over."""
+    """One that passes is tried again; one that stays stops the start with its errno,
+    and nothing is passed over.
+    """
     fake.save(tmp_path, 100, tp=2)
     newest = fake.save(tmp_path, 200, tp=2)
     warned: list[str] = []
@@ -150,15 +152,11 @@ def test_a_read_error_is_no_damage(
     found = newest_valid(tmp_path, warn=warned.append)
     assert found is not None and found.manifest.step == 200 and not warned
     disk = RefusingDisk(monkeypatch, newest / file, number, times=4)
-    with pytest.raises(
-        UnreadableError,
-        match=rf"{file}: cannot be read: .* \(errno {number}\), tried 4 times",
-        check=has_code("MW-CHECKPOINT-004"),
-    ):
+    with raises("MW-CHECKPOINT-004", file, f"errno {number}", "4 times"):
         newest_valid(tmp_path, warn=warned.append)
     assert not warned and not disk.left
     RefusingDisk(monkeypatch, newest / file, number, times=4)
-    with pytest.raises(UnreadableError, check=has_code("MW-CHECKPOINT-004")):
+    with raises("MW-CHECKPOINT-004"):
         begin(tmp_path, 200, "a2", warn=warned.append)
     assert newest.is_dir() and not list(newest.parent.glob("broken-*")) and not warned
 
@@ -180,7 +178,7 @@ def test_a_directory_that_cannot_be_read_is_an_error_with_its_errno(
 
     monkeypatch.setattr(os, "stat", refuse)
     monkeypatch.setattr(files, "READ_PAUSES_S", (0.0, 0.0, 0.0))
-    with pytest.raises(UnreadableError, match="tried 4 times", check=has_code("MW-CHECKPOINT-004")):
+    with raises("MW-CHECKPOINT-004", 4):
         find(tmp_path)
     assert [each.step for each in find(tmp_path)] == [100]
     left = 4
@@ -189,7 +187,7 @@ def test_a_directory_that_cannot_be_read_is_an_error_with_its_errno(
 
 def test_what_could_not_be_read_back_is_not_published(tmp_path: Path, fake: Any) -> None:
     """A state of a user's stream, for example, which has a file name that is not UTF-8."""
-    with pytest.raises(CheckpointError, match="surrogate", check=has_code("MW-CHECKPOINT-008")):
+    with raises("MW-CHECKPOINT-008"):
         fake.save(tmp_path, 100, extra={"name": "\udcff"})
     assert find(tmp_path) == []
 
@@ -212,7 +210,7 @@ def test_retention_removes_what_a_dead_one_left(tmp_path: Path, fake: Any) -> No
 def test_a_sound_step_is_never_written_into(tmp_path: Path, fake: Any) -> None:
     path = fake.save(tmp_path, 100)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(CheckpointError, match="exists and is sound", check=has_code("MW-CHECKPOINT-023")):
+    with raises("MW-CHECKPOINT-023"):
         fake.save(tmp_path, 100, state=fake.state(2))
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
@@ -222,7 +220,7 @@ def test_a_step_that_appears_during_the_save_is_not_replaced(tmp_path: Path, fak
     write_shard(temporary, "shard", fake.pieces(fake.state(1), 1, 0))
     final = final_directory(tmp_path, 1)
     final.mkdir()
-    with pytest.raises(CheckpointError, match="another job", check=has_code("MW-CHECKPOINT-025")):
+    with raises("MW-CHECKPOINT-025"):
         publish(temporary, final, fake.head(1))
     assert list(final.iterdir()) == []
 
@@ -246,12 +244,16 @@ def test_a_damaged_step_is_set_aside_and_the_run_goes_on(tmp_path: Path, fake: A
 
 
 def save_and_die(run: Path, fake: Any, step: int, last_line: int | None) -> int:
-    """Save in this process, killed with SIGKILL when the room's ``last_line``-th line runs; returns the lines run."""
+    """Save in this process, killed with SIGKILL when the room's ``last_line``-th line runs;
+    returns the lines run.
+    """
     lines = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if not frame.f_code.co_filename.startswith((str(Path(files.__file__).parent), atomic.__file__)):
+        if not frame.f_code.co_filename.startswith(
+            (str(Path(files.__file__).parent), atomic.__file__)
+        ):
             return None
         if event == "line":
             lines += 1
@@ -268,15 +270,21 @@ def save_and_die(run: Path, fake: Any, step: int, last_line: int | None) -> int:
     return lines
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_the_run_has_a_sound_checkpoint(tmp_path: Path, fake: Any) -> None:
-    """20 children, each killed at a seeded random line of a save. The run directory is the same for all of them."""
+    """20 children, each killed at a seeded random line of a save.
+    The run directory is the same for all of them.
+    """
     older = fake.state(1)
     fake.save(tmp_path, 100, tp=2, state=older)
-    fake.save(tmp_path / "elsewhere", 100, tp=2, state=older)  # a first save makes directories, with more lines
+    # a first save makes directories, with more lines
+    fake.save(tmp_path / "elsewhere", 100, tp=2, state=older)
     total = save_and_die(tmp_path / "elsewhere", fake, 200, None)
     generator = random.Random(1234)
     # the last lines are those around the rename: half of the deaths go there
-    moments = [generator.randint(1, total) for _ in range(10)] + [total - 3 * index for index in range(10)]
+    moments = [generator.randint(1, total) for _ in range(10)] + [
+        total - 3 * index for index in range(10)
+    ]
     outcomes = set()
     for index, moment in enumerate(moments):
         child = os.fork()
@@ -298,12 +306,18 @@ def test_killed_at_any_moment_the_run_has_a_sound_checkpoint(tmp_path: Path, fak
     found = newest_valid(tmp_path)
     assert found is not None and found.manifest.step == 100
     local = found.read(TensorKind("exp_avg"), fake.info("block0.mlp.down.weight", 1, 0))
-    assert local is not None and torch.equal(local, older[TensorKind("exp_avg"), "block0.mlp.down.weight"])
+    assert local is not None and torch.equal(
+        local, older[TensorKind("exp_avg"), "block0.mlp.down.weight"]
+    )
     fake.save(tmp_path, 200)
-    assert not list((tmp_path / "checkpoints").glob(".tmp-*")), "what the dead left behind is removed by the next save"
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*")), (
+        "what the dead left behind is removed by the next save"
+    )
 
 
-def test_all_is_synced_before_the_rename(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_synced_before_the_rename(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power cut cannot be tested here, but the order that survives one can be watched."""
     events: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
@@ -321,8 +335,12 @@ def test_all_is_synced_before_the_rename(tmp_path: Path, fake: Any, monkeypatch:
     path = fake.save(tmp_path, 1, tp=2)
     cut = events.index(("rename", "step-00000001"))
     before, after = events[:cut], events[cut + 1 :]
-    assert {name for kind, name in before if kind == "fsync"} >= {file.name for file in path.iterdir()}
-    assert before[-1] == ("fsync", ".tmp-step-00000001-a1"), "the names of the files, after the last file"
+    assert {name for kind, name in before if kind == "fsync"} >= {
+        file.name for file in path.iterdir()
+    }
+    assert before[-1] == ("fsync", ".tmp-step-00000001-a1"), (
+        "the names of the files, after the last file"
+    )
     assert after == [("fsync", "checkpoints")]
 
 
@@ -339,7 +357,9 @@ def test_a_full_disk_names_the_file_and_leaves_the_older(tmp_path: Path, fake: A
             resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
             fake.save(tmp_path, 200)
         except CheckpointError as error:
-            code = 0 if "pp0-tp0-00000.safetensors" in str(error) and "errno 27" in str(error) else 2
+            code = (
+                0 if "pp0-tp0-00000.safetensors" in str(error) and "errno 27" in str(error) else 2
+            )
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -356,7 +376,8 @@ def test_prune_keeps_the_newest_that_are_sound(tmp_path: Path, fake: Any) -> Non
     warnings: list[str] = []
     deleted = prune(tmp_path, 2, warn=warnings.append)
     assert sorted(candidate.step for candidate in deleted) == [10, 20]
-    assert [candidate.step for candidate in find(tmp_path)] == [50, 40, 30]  # 40 does not count, and is not deleted
+    # 40 does not count, and is not deleted
+    assert [candidate.step for candidate in find(tmp_path)] == [50, 40, 30]
     assert "step-00000040" in warnings[0]
     assert prune(tmp_path, 3, warn=warnings.append) == []
 

@@ -1,4 +1,6 @@
-"""docs/checkpoints.md says what is so: its code runs without this project, its manifest has the right fields."""
+"""docs/checkpoints.md says what is so: its code runs without this project,
+its manifest has the right fields.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -20,22 +23,26 @@ GUIDE = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
 
 
 def block(language: str) -> str:
-    """The one code block of a language."""
+    """Return the one code block of a language."""
     [found] = re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
     return str(found)
 
 
+@pytest.mark.long
 def test_the_code_reads_a_tensor_without_this_project(tmp_path: Path, fake: Any) -> None:
     state = fake.state(3)
     path = fake.save(tmp_path, 3, tp=4, state=state)
     code = block("python")
     assert len(code.strip().splitlines()) <= 12
     program = (
-        "import sys\nsys.modules['meshwright'] = None\n"
-        "try:\n    import meshwright\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit('it can')\n"
-        f"{code}\nfrom safetensors.torch import save_file\nsave_file({{'whole': whole}}, sys.argv[3])\n"
+        "import sys\nsys.modules['meshwright'] = None\ntry:\n    import meshwright\nexcept"
+        f" ImportError:\n    pass\nelse:\n    raise SystemExit('it can')\n{code}\nfrom"
+        " safetensors.torch import save_file\nsave_file({'whole': whole}, sys.argv[3])\n"
     )
-    for kind, name in [(TensorKind.WEIGHTS, "embedding.weight"), (TensorKind("exp_avg"), "block0.mlp.down.weight")]:
+    for kind, name in [
+        (TensorKind.WEIGHTS, "embedding.weight"),
+        (TensorKind("exp_avg"), "block0.mlp.down.weight"),
+    ]:
         out = tmp_path / "out.safetensors"
         words = [sys.executable, "-c", program, str(path), kind.of(name), str(out)]
         done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
@@ -55,7 +62,9 @@ def test_the_manifest_has_the_fields_that_there_are() -> None:
     assert all(list(file) == list(FileEntry.model_fields) for file in example["files"].values())
     for field in Manifest.model_fields:
         assert f"`{field}`" in GUIDE.partition("| field | content |")[2].partition("## ")[0], field
-    assert all(f"`{kind}`" in GUIDE for kind in ("weights", "master", "exp_avg", "exp_avg_sq", "momentum"))
+    assert all(
+        f"`{kind}`" in GUIDE for kind in ("weights", "master", "exp_avg", "exp_avg_sq", "momentum")
+    )
 
 
 def test_the_commands_are_those_that_there_are() -> None:
@@ -63,4 +72,8 @@ def test_the_commands_are_those_that_there_are() -> None:
 
     shown = re.findall(r"^meshwright (checkpoint .*?)(?:  +#.*)?$", GUIDE, flags=re.MULTILINE)
     parser = build_parser()
-    assert {parser.parse_known_args(line.split())[0].what for line in shown} == {"list", "verify", "show"}
+    assert {parser.parse_known_args(line.split())[0].what for line in shown} == {
+        "list",
+        "verify",
+        "show",
+    }

@@ -24,12 +24,16 @@ from meshwright.checkpoint import Manifest, TensorKind, find, newest_valid, open
 from meshwright.errors import CheckpointError
 from meshwright.run.resume import saved_count
 from tests.framework.checkpoint.conftest import KINDS
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
-pytestmark = pytest.mark.fault(row="hostile files: pickles, headers, paths, links, names, shapes: refused, nothing run")
+pytestmark = pytest.mark.fault(
+    row="hostile files: pickles, headers, paths, links, names, shapes: refused, nothing run"
+)
 
 
-def forge(path: Path, change: Callable[[dict[str, Any]], Any] | None = None, text: bytes | None = None) -> None:
+def forge(
+    path: Path, change: Callable[[dict[str, Any]], Any] | None = None, text: bytes | None = None
+) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     if change is not None:
         change(manifest)
@@ -59,11 +63,17 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "absolute": (rename_file("/etc/passwd"), "should match pattern"),
     "hidden": (rename_file(".tmp.safetensors"), "should match pattern"),
     "newline": (rename_file("a.safetensors\n"), "should match pattern"),
-    "unlisted": (lambda m: weight(m)["pieces"][0].update(file="other.safetensors"), "no size and hash"),
+    "unlisted": (
+        lambda m: weight(m)["pieces"][0].update(file="other.safetensors"),
+        "no size and hash",
+    ),
     "gap": (lambda m: weight(m)["pieces"].pop(), "the pieces hold 30 of the 60"),
     "twice": (lambda m: weight(m)["pieces"].append(weight(m)["pieces"][0]), "used twice"),
     "beyond": (lambda m: weight(m)["pieces"][0].update(offset=[8, 0]), "exceeds"),
-    "negative": (lambda m: weight(m)["pieces"][0].update(offset=[-5, 0]), "greater than or equal to 0"),
+    "negative": (
+        lambda m: weight(m)["pieces"][0].update(offset=[-5, 0]),
+        "greater than or equal to 0",
+    ),
     "nan": (lambda m: weight(m).update(shape=[float("nan"), 6]), "NaN"),
     "float": (lambda m: weight(m).update(shape=[10.5, 6]), "valid integer"),
     "text": (lambda m: m.update(step="1"), "valid integer"),
@@ -82,15 +92,27 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "float piece": (lambda m: weight(m)["pieces"][0].update(shape=[5.0, 6]), "valid integer"),
     "nan offset": (lambda m: weight(m)["pieces"][0].update(offset=[float("nan"), 0]), "NaN"),
     "infinite state": (lambda m: m["state"].update(optimizer_steps=float("inf")), "Infinity"),
-    "negative bytes": (lambda m: next(iter(m["files"].values())).update(size=-1), "greater than or equal to 0"),
+    "negative bytes": (
+        lambda m: next(iter(m["files"].values())).update(size=-1),
+        "greater than or equal to 0",
+    ),
     "folder": (rename_file("inner/shard.safetensors"), "should match pattern"),
     "backslash": (rename_file("..\\shard.safetensors"), "should match pattern"),
     "nul": (rename_file("a\0.safetensors"), "should match pattern"),
     "pickle": (rename_file("weights.pkl"), "should match pattern"),
     "no size": (lambda m: m["files"].clear(), "no size and hash"),
-    "number as section": (lambda m: m["config"].update(model=5), r"config\.model = 5, which must be a table"),
-    "list as section": (lambda m: m["config"].update(adapter=[1]), r"config\.adapter = \[1\], which must be a table"),
-    "null as section": (lambda m: m["config"].update(batch=None), r"config\.batch = None, which must be a table"),
+    "number as section": (
+        lambda m: m["config"].update(model=5),
+        r"config\.model = 5, which must be a table",
+    ),
+    "list as section": (
+        lambda m: m["config"].update(adapter=[1]),
+        r"config\.adapter = \[1\], which must be a table",
+    ),
+    "null as section": (
+        lambda m: m["config"].update(batch=None),
+        r"config\.batch = None, which must be a table",
+    ),
 }
 
 
@@ -120,50 +142,49 @@ def as_a_run_saves(manifest: dict[str, Any]) -> None:
 
 
 CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "the cursor moved on": (lambda m: m.update(samples_seen=88), "samples_seen = 88, .* 8 = 80"),
-    "the cursor set back": (lambda m: m.update(samples_seen=0), "samples_seen = 0, .* 8 = 80"),
-    "another seed": (lambda m: m.update(seed=7), r"seed = 7, and its run\.seed = 1234"),
-    "more steps taken": (
-        lambda m: m["state"].update(optimizer_steps=11),
-        "optimizer_steps = 11, more than its step 10",
-    ),
-    "more skipped": (lambda m: m["state"].update(skipped_in_a_row=3), "skipped_in_a_row = 3, .* at most 2"),
+    "the cursor moved on": (lambda m: m.update(samples_seen=88), "samples_seen = 88"),
+    "the cursor set back": (lambda m: m.update(samples_seen=0), "samples_seen = 0"),
+    "another seed": (lambda m: m.update(seed=7), "run.seed = 1234"),
+    "more steps taken": (lambda m: m["state"].update(optimizer_steps=11), "optimizer_steps = 11"),
+    "more skipped": (lambda m: m["state"].update(skipped_in_a_row=3), "skipped_in_a_row = 3"),
     "more than allowed": (
         lambda m: m["state"].update(skipped_in_a_row=4, optimizer_steps=6),
-        r"its run allowed 3 \(watch\.most_skipped",
+        "watch.most_skipped",
     ),
     "skipped by a run that stops": (
         lambda m: m["config"]["watch"].update(on_nonfinite="stop"),
-        "skipped_in_a_row = 2, and its run allowed 0",
+        "skipped_in_a_row = 2",
     ),
-    "more tokens": (lambda m: m["state"].update(tokens_seen=2561), "tokens_seen = 2561, more than 80 samples of 32"),
-    "no number": (lambda m: m["state"].update(skipped_in_a_row="2"), "skipped_in_a_row = '2', which must be a whole"),
+    "more tokens": (lambda m: m["state"].update(tokens_seen=2561), "tokens_seen = 2561"),
+    "no number": (lambda m: m["state"].update(skipped_in_a_row="2"), "skipped_in_a_row = '2'"),
 }
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_counts_that_contradict_each_other_are_refused(tmp_path: Path, fake: Any, name: str) -> None:
+def test_counts_that_contradict_each_other_are_refused(
+    tmp_path: Path, fake: Any, name: str
+) -> None:
     """The one before is taken, and the warning has both numbers."""
-    change, message = CONTRADICTIONS[name]
+    change, value = CONTRADICTIONS[name]
     fake.save(tmp_path, 9)
     path = fake.save(tmp_path, 10)
     forge(path, as_a_run_saves)
     open_checkpoint(path).verify()
     forge(path, change)
-    with pytest.raises(CheckpointError, match=message, check=has_code("MW-CHECKPOINT-009")):
+    with raises("MW-CHECKPOINT-009", value):
         open_checkpoint(path)
     warned: list[str] = []
     found = newest_valid(tmp_path, warn=warned.append)
     assert found is not None and found.manifest.step == 9 and len(warned) == 1
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe{", b"[]", b"null", b'{"format": 1, "format": 2}'])
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b"\xff\xfe{", b"[]", b"null", b'{"format": 1, "format": 2}']
+)
 def test_what_is_no_manifest_is_refused(tmp_path: Path, fake: Any, text: bytes) -> None:
     path = fake.save(tmp_path, 1)
     forge(path, text=text)
-    with pytest.raises(
-        CheckpointError, match=r"manifest\.json", check=has_code("MW-CHECKPOINT-005", "MW-CHECKPOINT-006")
-    ):
+    with raises(("MW-CHECKPOINT-005", "MW-CHECKPOINT-006"), "manifest.json"):
         open_checkpoint(path)
 
 
@@ -171,16 +192,10 @@ def test_duplicate_names_are_refused(tmp_path: Path, fake: Any) -> None:
     path = fake.save(tmp_path, 1)
     text = (path / "manifest.json").read_bytes()
     forge(path, text=text.replace(b'"step": 1', b'"step": 1, "step": 1'))
-    with pytest.raises(
-        CheckpointError, match=r"manifest\.json.*'step' occurs twice", check=has_code("MW-CHECKPOINT-005")
-    ):
+    with raises("MW-CHECKPOINT-005", "manifest.json", "'step'"):
         open_checkpoint(path)
     forge(path, text=text.replace(b'"weights/block0.scale": {', b'"weights/embedding.weight": {'))
-    with pytest.raises(
-        CheckpointError,
-        match=r"manifest\.json.*'weights/embedding\.weight' occurs twice",
-        check=has_code("MW-CHECKPOINT-005"),
-    ):
+    with raises("MW-CHECKPOINT-005", "manifest.json", "'weights/embedding.weight'"):
         open_checkpoint(path)
 
 
@@ -195,11 +210,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path, fake: Any) -> None:
         weight(manifest)["pieces"].append(weight(manifest)["pieces"][0] | {"file": other.name})
 
     forge(path, twice)
-    with pytest.raises(
-        CheckpointError,
-        match=r"weights/embedding\.weight.*pp9-tp9-00000\.safetensors overlap",
-        check=has_code("MW-CHECKPOINT-009"),
-    ):
+    with raises("MW-CHECKPOINT-009", "weights/embedding.weight", "pp9-tp9-00000.safetensors"):
         open_checkpoint(path)
 
 
@@ -208,11 +219,7 @@ def test_a_symlink_in_the_place_of_a_file_is_refused(tmp_path: Path, fake: Any) 
     for file in sorted(path.iterdir()):
         outside = file.rename(tmp_path / "outside")
         file.symlink_to(outside)
-        with pytest.raises(
-            CheckpointError,
-            match=f"{file.name}: is missing \\(or no regular file\\)",
-            check=has_code("MW-CHECKPOINT-014", "MW-CHECKPOINT-021"),
-        ):
+        with raises(("MW-CHECKPOINT-014", "MW-CHECKPOINT-021"), file.name):
             open_checkpoint(path)
         file.unlink()
         outside.rename(file)
@@ -233,9 +240,7 @@ def test_a_forged_shard_is_refused_on_reading(tmp_path: Path, fake: Any, content
     file = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     forge(path, lambda m: m["files"].update({"pp0-tp0-00000.safetensors": file}))
     checkpoint = open_checkpoint(path)
-    with pytest.raises(
-        CheckpointError, match=r"pp0-tp0-00000\.safetensors.*cannot be read", check=has_code("MW-CHECKPOINT-020")
-    ):
+    with raises("MW-CHECKPOINT-020", "pp0-tp0-00000.safetensors"):
         checkpoint.read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
 
 
@@ -247,11 +252,7 @@ def test_a_shard_of_another_shape_or_dtype_is_refused_on_reading(tmp_path: Path,
         manifest["tensors"][swapped[0]]["dtype"] = "F16"
 
     forge(path, swap)
-    with pytest.raises(
-        CheckpointError,
-        match=r"BF16\[6\] in the file and F16\[6\] in the manifest",
-        check=has_code("MW-CHECKPOINT-019"),
-    ):
+    with raises("MW-CHECKPOINT-019", "BF16[6]", "F16[6]"):
         open_checkpoint(path).read(TensorKind.WEIGHTS, fake.info("block0.norm.weight", 1, 0))
 
 
@@ -269,7 +270,7 @@ class Harm:
 
 
 def go_over(run: Path, fake: Any) -> str:
-    """All that is done with the checkpoints of a run; what was said against them."""
+    """Return all that is done with the checkpoints of a run; what was said against them."""
     said = []
     try:
         found = newest_valid(run, warn=said.append)
@@ -279,11 +280,15 @@ def go_over(run: Path, fake: Any) -> str:
     except CheckpointError as error:
         said.append(str(error))
     with contextlib.suppress(CheckpointError):
-        open_checkpoint(find(run)[0].path).read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
+        open_checkpoint(find(run)[0].path).read(
+            TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0)
+        )
     return "\n".join(said)
 
 
-@pytest.mark.parametrize("slot", ["manifest.json", "SHA256SUMS", SHARD, "extra.pkl", "extra.pt", "extra.safetensors"])
+@pytest.mark.parametrize(
+    "slot", ["manifest.json", "SHA256SUMS", SHARD, "extra.pkl", "extra.pt", "extra.safetensors"]
+)
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_pickle_is_never_run(tmp_path: Path, fake: Any, slot: str, zipped: bool) -> None:
     """In any place, bare or as torch.save packs it: refused by name, or not looked at."""
@@ -312,7 +317,7 @@ def with_header(text: bytes, length: int | None = None, size: int = 4096) -> byt
 
 
 def one(**changes: Any) -> bytes:
-    """A header whose tensor is that of the manifest, but for the changes."""
+    """Return a header whose tensor is that of the manifest, but for the changes."""
     entry = {"dtype": "BF16", "shape": [10, 6], "data_offsets": [0, 120]} | changes
     return json.dumps({"weights/embedding.weight": entry}).encode()
 
@@ -356,11 +361,7 @@ def put_in_place(run: Path, fake: Any, content: bytes) -> None:
     forge(path, lambda m: m["files"].update({SHARD: file}))
     with open_checkpoint(path) as checkpoint:
         checkpoint.verify()  # the hashes agree
-        with pytest.raises(
-            CheckpointError,
-            match=rf"{SHARD}.*(cannot be read|in the file and)",
-            check=has_code("MW-CHECKPOINT-019", "MW-CHECKPOINT-020"),
-        ):
+        with raises(("MW-CHECKPOINT-019", "MW-CHECKPOINT-020"), SHARD):
             checkpoint.read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
 
 
@@ -376,18 +377,16 @@ def test_what_is_no_file_is_refused(tmp_path: Path, fake: Any, what: str) -> Non
             os.mkfifo(file)  # whoever opened it would wait for ever
         else:
             file.symlink_to(tmp_path if "to a" in what else tmp_path / "nowhere")
-        with pytest.raises(
-            CheckpointError,
-            match=f"{file.name}: is missing \\(or no regular file\\)",
-            check=has_code("MW-CHECKPOINT-014", "MW-CHECKPOINT-021"),
-        ):
+        with raises(("MW-CHECKPOINT-014", "MW-CHECKPOINT-021"), file.name):
             open_checkpoint(path)
         file.rmdir() if what == "directory" else file.unlink()
         file.write_bytes(kept)
     open_checkpoint(path).verify()
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_path: Path, fake: Any) -> None:
+def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(
+    tmp_path: Path, fake: Any
+) -> None:
     """Neither read, nor, when its time has come, deleted behind the link."""
     run = tmp_path / "run"
     elsewhere = fake.save(tmp_path / "other", 5)
@@ -397,13 +396,15 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_p
         (run / "checkpoints" / f"step-{step:08}").symlink_to(elsewhere)
     (run / "checkpoints" / ".tmp-step-00000040-a1").symlink_to(elsewhere)
     (run / "checkpoints" / ".tmp-step-00000050-a1").write_text("no directory")
-    with pytest.raises(
-        CheckpointError, match="step-00000005: is a symbolic link, to ", check=has_code("MW-CHECKPOINT-010")
-    ):
+    with raises("MW-CHECKPOINT-010", "step-00000005"):
         open_checkpoint(run / "checkpoints" / "step-00000005")
     warnings: list[str] = []
     found = newest_valid(run, warn=warnings.append)
-    assert found is not None and found.manifest.step == 20 and "step-00000030: is a symbolic link" in warnings[0]
+    assert (
+        found is not None
+        and found.manifest.step == 20
+        and "step-00000030: is a symbolic link" in warnings[0]
+    )
     assert [gone.step for gone in prune(run, 1, warn=warnings.append)] == [10, 5]
     fake.save(run, 40)  # goes over what the dead have left
     left = {path.name for path in (run / "checkpoints").iterdir()}
@@ -414,8 +415,11 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_p
 @pytest.mark.parametrize("value", ["absent", None, "7", 1.5, float("inf"), True, -1, [3]])
 def test_numbers_of_the_state_are_whole(value: Any) -> None:
     state = {} if value == "absent" else {"optimizer_steps": value}
-    with pytest.raises(
-        CheckpointError, match=r"step 3 has state\.optimizer_steps = .* whole number", check=has_code("MW-RUN-019")
-    ):
+    with raises("MW-RUN-019", "step 3", "state.optimizer_steps"):
         saved_count(Manifest.model_construct(step=3, state=state), "optimizer_steps")
-    assert saved_count(Manifest.model_construct(step=3, state={"optimizer_steps": 7}), "optimizer_steps") == 7
+    assert (
+        saved_count(
+            Manifest.model_construct(step=3, state={"optimizer_steps": 7}), "optimizer_steps"
+        )
+        == 7
+    )

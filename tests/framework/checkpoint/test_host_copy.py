@@ -18,7 +18,12 @@ from meshwright.parameters import ParameterInfo
 from meshwright_launch.python import OpenRun
 from tests.launch.test_python import made
 
-SHAPES = [((3, 5), torch.float32), ((), torch.float64), ((7,), torch.bfloat16), ((0, 4), torch.float32)]
+SHAPES = [
+    ((3, 5), torch.float32),
+    ((), torch.float64),
+    ((7,), torch.bfloat16),
+    ((0, 4), torch.float32),
+]
 SHAPES += [((11,), torch.bool), ((2, 2), torch.complex64), ((40,), torch.int64)]
 
 
@@ -31,7 +36,9 @@ def pieces(seed: int) -> Iterator[TensorPiece]:
 
 def check_apart(tensors: list[Tensor]) -> None:
     """Fail if two tensors share a byte."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel())
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel()
+    )
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
@@ -42,7 +49,9 @@ def test_copies_are_equal_and_reuse_the_memory(segment_bytes: int, allocated: li
         first = [copy.tensor for copy in slab.copy(pieces(1))]
         check_apart(first)
         places = [copy.data_ptr() for copy in first]
-        assert [segment.numel() for segment in slab._segments] == allocated and slab.num_bytes == sum(allocated)
+        assert [
+            segment.numel() for segment in slab._segments
+        ] == allocated and slab.num_bytes == sum(allocated)
         with mock.patch("torch.empty", side_effect=AssertionError("a second allocation")):
             second = slab.copy(pieces(2))
     assert [copy.tensor.data_ptr() for copy in second] == places
@@ -55,7 +64,9 @@ def test_a_longer_save_adds_memory_and_keeps_the_first() -> None:
     slab = HostSlab()
     with mock.patch.object(host_copy, "SEGMENT_BYTES", 1024):
         slab.copy(pieces(1))
-        large = TensorPiece(TensorKind.WEIGHTS, ParameterInfo("large", (5000,)), torch.arange(5000.0))
+        large = TensorPiece(
+            TensorKind.WEIGHTS, ParameterInfo("large", (5000,)), torch.arange(5000.0)
+        )
         copies = slab.copy([*pieces(2), large])
     assert slab.num_bytes == 1024 + 20_000
     check_apart([copy.tensor for copy in copies])
@@ -72,7 +83,9 @@ def test_saves_of_a_run_share_one_allocation(tmp_path: Path) -> None:
         return [segment.data_ptr() for segment in slab._segments]
 
     copy = HostSlab.copy
-    noted = mock.patch.object(HostSlab, "copy", lambda slab, found: (slabs.append(slab), copy(slab, found))[1])
+    noted = mock.patch.object(
+        HostSlab, "copy", lambda slab, found: (slabs.append(slab), copy(slab, found))[1]
+    )
     with noted, meshwright.open_run(made(tmp_path)) as run:
         first = save(run)
         assert len(first) == 1 and slabs[0].num_bytes == SEGMENT_BYTES

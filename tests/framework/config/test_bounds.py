@@ -17,28 +17,38 @@ from meshwright.checkpoint.save import merge
 from meshwright.config import Batch, RunConfig, dump, parse, resolve
 from meshwright.config.batch import derive
 from meshwright.config.keys import KEYS
-from meshwright.errors import ConfigError
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 
 def numbers_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> list[tuple[type, list[Any]]]:
     """(int or float, its constraints), as often as a type has them."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
-        flat = [each for item in more for each in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        flat = [
+            each
+            for item in more
+            for each in (item.metadata if isinstance(item, FieldInfo) else [item])
+        ]
         return numbers_of(inner, (*metadata, *flat))
     if annotation in (int, float):
         return [(annotation, list(metadata))]
-    return [found for part in get_args(annotation) if not isinstance(part, int | str) for found in numbers_of(part)]
+    return [
+        found
+        for part in get_args(annotation)
+        if not isinstance(part, int | str)
+        for found in numbers_of(part)
+    ]
 
 
 def extremes(kind: type, constraints: list[Any]) -> tuple[float, float]:
-    """The least and the greatest value that a number may have."""
+    """Return the least and the greatest value that a number may have."""
     bounds = {type(each): each for each in constraints}
     step = bounds[MultipleOf].multiple_of if MultipleOf in bounds else 1
     if kind is float:
         least = bounds[Ge].ge if Ge in bounds else sys.float_info.min * sys.float_info.epsilon
-        greatest = bounds[Le].le if Le in bounds else 1 - 2**-53 if Lt in bounds else sys.float_info.max
+        greatest = (
+            bounds[Le].le if Le in bounds else 1 - 2**-53 if Lt in bounds else sys.float_info.max
+        )
         return float(least), float(greatest)
     least = bounds[Ge].ge if Ge in bounds else bounds[Gt].gt + 1
     greatest = bounds[Le].le if Le in bounds else bounds[Lt].lt - 1
@@ -57,7 +67,9 @@ def test_every_whole_number_has_both_bounds() -> None:
     for key, found in NUMERIC.items():
         for kind, constraints in found:
             kinds = {type(each) for each in constraints}
-            assert kind is float or (kinds & {Ge, Gt} and kinds & {Le, Lt}), f"{key} has no bound: {constraints}"
+            assert kind is float or (kinds & {Ge, Gt} and kinds & {Le, Lt}), (
+                f"{key} has no bound: {constraints}"
+            )
 
 
 @pytest.mark.parametrize("key", NUMERIC)
@@ -80,7 +92,9 @@ def test_a_checkpoint_holds_every_number_at_its_bounds(key: str, which: int) -> 
         state={"tokens_seen": steps * batch, "optimizer_steps": steps, "skipped_in_a_row": 0},
     )
     manifest = parse_manifest(render(merge(head, [])), "manifest.json")
-    assert manifest.seed == config.run.seed and manifest.config == json.loads(json.dumps(head.config))
+    assert manifest.seed == config.run.seed and manifest.config == json.loads(
+        json.dumps(head.config)
+    )
     with pytest.raises(ValueError):
         beyond = value[0] if isinstance(value, tuple | list) else value
         beyond = (beyond * 2 + 1) * 10 if which else -2  # dp = -1 is "auto"
@@ -95,18 +109,22 @@ def test_the_greatest_run_has_a_cursor_that_a_manifest_holds() -> None:
         "data": {"train": "corpus"},
     }
     config = resolve(RunConfig.model_validate(tree), 1)
-    head = CheckpointMetadata(10**9, 10**18, 2**63 - 1, config.model_dump(mode="json"), {}, {"optimizer_steps": 10**9})
+    head = CheckpointMetadata(
+        10**9, 10**18, 2**63 - 1, config.model_dump(mode="json"), {}, {"optimizer_steps": 10**9}
+    )
     assert parse_manifest(render(merge(head, [])), "manifest.json").samples_seen == 10**18
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "values"),
     [
-        (Batch(micro_batch_size=10**6, chunks=10**6), "batch.global_batch follows .* is 1,000,000,000,000"),
-        (Batch(micro_batch_size=1, global_batch=10**9), "batch.chunks follows .* is 1,000,000,000, at most 1,000,000"),
-        (Batch(chunks=1, global_batch=10**9), "batch.micro_batch_size follows"),
+        (Batch(micro_batch_size=10**6, chunks=10**6), ("global_batch", "1,000,000,000,000")),
+        (Batch(micro_batch_size=1, global_batch=10**9), ("batch.chunks", "1,000,000,000")),
+        (Batch(chunks=1, global_batch=10**9), ("batch.micro_batch_size",)),
     ],
 )
-def test_a_derived_batch_number_beyond_its_bound_is_refused(batch: Batch, said: str) -> None:
-    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-002")):
+def test_a_derived_batch_number_beyond_its_bound_is_refused(
+    batch: Batch, values: tuple[str, ...]
+) -> None:
+    with raises("MW-CONFIG-002", *values):
         derive(batch, 1)

@@ -26,9 +26,10 @@ from meshwright.config import (
     to_toml,
 )
 from meshwright.config.sources import find_secrets
-from meshwright.errors import ConfigError
+from tests.support.errors import raises
 
-words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=10)  # NUL: MW-CONFIG-019
+# NUL: MW-CONFIG-019
+words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=10)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 options: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
     words,
@@ -44,12 +45,21 @@ options: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
 configs = st.builds(
     RunConfig,
     run=st.builds(
-        Run, name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True), seed=st.integers(0, 2**63 - 1)
+        Run,
+        name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True),
+        seed=st.integers(0, 2**63 - 1),
     ),
     model=st.builds(Model, options=options),
     data=st.builds(Data, train=words.filter(bool), tokenizer=st.none() | words),
-    batch=st.builds(Batch, micro_batch_size=st.integers(1, 8), chunks=st.integers(1, 8), global_batch=st.none()),
-    parallel=st.builds(Parallel, dp=st.sampled_from(["auto", -1]), pp=st.integers(2, 2), zero=st.sampled_from([0, 1])),
+    batch=st.builds(
+        Batch, micro_batch_size=st.integers(1, 8), chunks=st.integers(1, 8), global_batch=st.none()
+    ),
+    parallel=st.builds(
+        Parallel,
+        dp=st.sampled_from(["auto", -1]),
+        pp=st.integers(2, 2),
+        zero=st.sampled_from([0, 1]),
+    ),
     pipeline=st.builds(Pipeline, balance=st.sampled_from(["time", "layers", [1, 2]])),
     optimizer=st.builds(
         Optimizer,
@@ -57,9 +67,12 @@ configs = st.builds(
         betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     ),
 )
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
+@pytest.mark.long
 @given(configs)
 @quick
 def test_json_there_and_back(config: RunConfig) -> None:
@@ -68,6 +81,7 @@ def test_json_there_and_back(config: RunConfig) -> None:
     assert parse(dump(resolved)) == resolved
 
 
+@pytest.mark.long
 @given(configs)
 @quick
 def test_toml_there_and_back(tmp_path: Path, config: RunConfig) -> None:
@@ -77,7 +91,9 @@ def test_toml_there_and_back(tmp_path: Path, config: RunConfig) -> None:
 
 
 def test_a_resolved_configuration_is_a_file_too(tmp_path: Path) -> None:
-    config = RunConfig(data=Data(train="x"), batch=Batch(micro_batch_size=4, chunks=2), parallel=Parallel(tp=2))
+    config = RunConfig(
+        data=Data(train="x"), batch=Batch(micro_batch_size=4, chunks=2), parallel=Parallel(tp=2)
+    )
     resolved = resolve(config, 8)
     (tmp_path / "run.toml").write_text(to_toml(resolved))
     assert load(tmp_path / "run.toml") == resolved
@@ -90,20 +106,19 @@ def test_json_holds_every_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code", "value"),
     [
-        ("{", "resolved.json: not valid JSON"),
-        ("[]", "resolved.json: [] is not a configuration"),
-        ('{"data": {"train": "x"}, "parallel": {"tp": "2"}}', 'resolved.json: parallel.tp = "2" is not allowed'),
-        ('{"data": {"train": "x", "shape": 1}}', "resolved.json: data.shape = 1: there is no such key in [data]"),
-        ('{"data": 3}', "resolved.json: data = 3: this is a section"),
-        ('{"data": {"train": "x"}, "train": {"steps": null}}', "resolved.json: train.steps = none is not allowed"),
+        ("{", "MW-CONFIG-024", "resolved.json"),
+        ("[]", "MW-CONFIG-025", "[]"),
+        ('{"data": {"train": "x"}, "parallel": {"tp": "2"}}', "MW-CONFIG-020", 'parallel.tp = "2"'),
+        ('{"data": {"train": "x", "shape": 1}}', "MW-CONFIG-013", "data.shape = 1"),
+        ('{"data": 3}', "MW-CONFIG-012", "data = 3"),
+        ('{"data": {"train": "x"}, "train": {"steps": null}}', "MW-CONFIG-020", "train.steps"),
     ],
 )
-def test_damaged_json(text: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_damaged_json(text: str, code: str, value: str) -> None:
+    with raises(code, "resolved.json", value):
         parse(text, "resolved.json")
-    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize("value", [[1, None], [[None]], {"inner": [{"deep": [None]}]}])
@@ -111,7 +126,7 @@ def test_a_null_inside_a_list_of_options_is_refused(value: object) -> None:
     """TOML has no null, so config.toml could not be read back."""
     config = RunConfig(data=Data(train="x"), model=Model(options={"sizes": value}))
     for read_back in (to_toml, lambda each: parse(dump(each))):
-        with pytest.raises(ConfigError, match=r"model\.options\.sizes\S* has a null inside a list.*MW-CONFIG-056"):
+        with raises("MW-CONFIG-056", "model.options.sizes"):
             read_back(config)
 
 

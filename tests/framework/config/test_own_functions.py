@@ -1,4 +1,6 @@
-"""Modules of the user that fail in any way, when imported or asked for a name: one message of the configuration."""
+"""Modules of the user that fail in any way, when imported or asked for a name:
+one message of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from meshwright.config.functions import find_function
 from meshwright.errors import ConfigError
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 ODD = "class Odd(BaseException):\n    def __str__(self):\n        raise ValueError\n"
 FAILING = {
@@ -20,24 +22,31 @@ FAILING = {
     "getattr": ("def __getattr__(name):\n    raise RuntimeError(name)", "MW-CONFIG-080"),
     "getattr that exits": ("def __getattr__(name):\n    raise SystemExit(0)", "MW-CONFIG-080"),
     "getattr without a text": (f"{ODD}def __getattr__(name):\n    raise Odd", "MW-CONFIG-080"),
-    "getattr without end": ("def __getattr__(name):\n    return __getattr__(name)", "MW-CONFIG-080"),
+    "getattr without end": (
+        "def __getattr__(name):\n    return __getattr__(name)",
+        "MW-CONFIG-080",
+    ),
     "a long text": ("raise ValueError('x' * 10**6)", "MW-CONFIG-009"),
 }
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_module_that_fails_is_one_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_fails_is_one_message(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, code = FAILING[name]
     module = f"failing_{abs(hash(name))}"
     (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"train\.callbacks", check=has_code(code)) as caught:
+    with raises(code, "train.callbacks") as caught:
         find_function(f"{module}:make", "train.callbacks", "a function", ConfigError)
     assert len(str(caught.value)) < 2500
     sys.modules.pop(module, None)
 
 
-def test_an_interrupt_is_no_error_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_no_error_of_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KeyboardInterrupt):

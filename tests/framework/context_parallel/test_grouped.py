@@ -1,4 +1,6 @@
-"""Attention whose keys are gathered by groups of heads: bit-equal for any number of groups, messages under it."""
+"""Attention whose keys are gathered by groups of heads: bit-equal for any number of groups,
+messages under it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 from meshwright.context_parallel import plan
 from meshwright.context_parallel.cut import TokenCut, along_samples
 from meshwright.context_parallel.grouped import num_groups
+from meshwright.current import CurrentMicrobatch
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.seeding import Draw
+from meshwright.placement.rewrite import ModuleSite
 from meshwright_launch.pool import RankPool
 from meshwright_models import some_queries
 from meshwright_models.attention import AttentionCore
@@ -24,7 +27,9 @@ STARTS = [[0, 5, 6, 12], [0, 1, 20]]
 
 
 def drawn(seed: int, heads: int, dtype: torch.dtype) -> Tensor:
-    whole = torch.randn(B, heads, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    whole = torch.randn(
+        B, heads, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     return whole.to(dtype)
 
 
@@ -37,19 +42,23 @@ def starts() -> Tensor:
 
 def core_on(cut: TokenCut, groups: int | None, window: int | None) -> AttentionCore:
     core = AttentionCore(window)
-    plan._hook("core", core, plan.CORE, cut, groups)
+    plan._hook(plan.CORE, cut, groups, ModuleSite("core", core, (), ("core",)))
     return core
 
 
 def cut_over(group: Group, order: str) -> TokenCut:
-    draw = Draw()
-    cut = TokenCut(group, order, torch.zeros(B, S), draw)
-    draw.tokens = cut.tokens_of({"starts": starts()}, torch.device("cpu"))
+    current = CurrentMicrobatch()
+    cut = TokenCut(group, order, torch.zeros(B, S), current)
+    current.tokens = cut.tokens_of({"starts": starts()}, torch.device("cpu"))
     return cut
 
 
-def attend(rank: int, cp: int, order: str, window: int | None, dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """Bytes of the output and of each gradient, by number of groups; the last are those of one process."""
+def attend(
+    rank: int, cp: int, order: str, window: int | None, dtype: torch.dtype
+) -> list[tuple[Any, ...]]:
+    """Return bytes of the output and of each gradient, by number of groups;
+    the last are those of one process.
+    """
     some_queries.MASK_ELEMENTS["cpu"] = 2 * S  # several blocks
     mesh = open_mesh(Grid(cp=cp), "cpu")
     cut = cut_over(mesh.cp, order)
@@ -64,7 +73,9 @@ def attend(rank: int, cp: int, order: str, window: int | None, dtype: torch.dtyp
         out = core_on(cut, groups, window)(*parts, None, starts())
         forward = dict(mesh.traffic.counts)
         out.backward(along_samples(drawn(3, H, dtype), 2, places))
-        found.append((out.detach(), *(each.grad for each in parts), forward, dict(mesh.traffic.counts)))
+        found.append(
+            (out.detach(), *(each.grad for each in parts), forward, dict(mesh.traffic.counts))
+        )
     rows = along_samples(expected.detach(), 2, places)
     grads = [along_samples(each.grad, 2, places) for each in whole if each.grad is not None]
     close_mesh(mesh)
@@ -141,7 +152,7 @@ def overlap(rank: int, world_size: int) -> list[str]:
 
         setattr(mesh.cp, name, logged)
     cut, core = cut_over(mesh.cp, "zigzag"), Order(log)
-    plan._hook("core", core, plan.CORE, cut, 2)
+    plan._hook(plan.CORE, cut, 2, ModuleSite("core", core, (), ("core",)))
     parts = [torch.randn(B, heads, S // world_size, D, requires_grad=True) for heads in (4, 2, 2)]
     core(*parts, None, starts()).sum().backward()
     close_mesh(mesh)
@@ -151,5 +162,11 @@ def overlap(rank: int, world_size: int) -> list[str]:
 def test_messages_of_a_group_are_under_the_attention_of_another(pool: RankPool) -> None:
     forward = ["all_gather", "wait all_gather", "all_gather", "attend", "wait all_gather", "attend"]
     backward = ["all_gather", "wait all_gather", "all_gather", "attend", "reduce_scatter"]
-    backward += ["wait all_gather", "attend", "wait reduce_scatter", "reduce_scatter", "wait reduce_scatter"]
+    backward += [
+        "wait all_gather",
+        "attend",
+        "wait reduce_scatter",
+        "reduce_scatter",
+        "wait reduce_scatter",
+    ]
     assert pool.run(overlap, 2) == [forward + backward] * 2

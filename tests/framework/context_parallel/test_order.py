@@ -1,4 +1,6 @@
-"""Orders of tokens: each token on one rank, equally many on each, and the balance that an order is chosen for."""
+"""Orders of tokens: each token on one rank, equally many on each,
+and the balance that an order is chosen for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import numpy as np
 import pytest
 
 from meshwright.context_parallel.balance import batch_imbalance
-from meshwright.context_parallel.order import ORDERS, KeyCount, Places, contiguous, documents, draw, zigzag
+from meshwright.context_parallel.order import (
+    ORDERS,
+    KeyCount,
+    Places,
+    contiguous,
+    documents,
+    draw,
+    zigzag,
+)
 from tests.support.seen_keys import imbalance, keys_seen
 
 SIZES = [(8, 1), (8, 2), (12, 4), (20, 4), (21, 3), (64, 8), (7, 7)]
@@ -79,7 +89,9 @@ def test_keys_of_runs_without_a_loop_over_tokens() -> None:
 
 
 def test_a_batch_waits_for_its_busiest_rank_at_a_time() -> None:
-    """Ranks that are busy in turn lose as much as one that always is; samples of one micro-batch even out."""
+    """Ranks that are busy in turn lose as much as one that always is;
+    samples of one micro-batch even out.
+    """
     late, half = np.zeros(64, dtype=bool), [0, 32]
     late[half] = True
     for order in ORDERS:
@@ -88,7 +100,9 @@ def test_a_batch_waits_for_its_busiest_rank_at_a_time() -> None:
         ranks = documents(64, 4, half) if order == "documents" else ORDERS[order](64, 4)
         assert of_one == pytest.approx(imbalance(ranks, keys_seen(64, half)))
     first, last = np.zeros(4, dtype=bool), np.array([False, False, True, True])
-    assert batch_imbalance("contiguous", 2, [[first], [last]]) == pytest.approx((7 + 3) / (10 / 2 + 5 / 2) - 1)
+    assert batch_imbalance("contiguous", 2, [[first], [last]]) == pytest.approx(
+        (7 + 3) / (10 / 2 + 5 / 2) - 1
+    )
     assert batch_imbalance("contiguous", 2, [[first, last]]) == pytest.approx(9 / (15 / 2) - 1)
 
 

@@ -1,4 +1,6 @@
-"""Small tokenizers, files to prepare, and what is in a prepared corpus, read as naively as can be."""
+"""Small tokenizers, files to prepare, and what is in a prepared corpus,
+read as naively as can be.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ END = "</s>"
 
 def bytes_tokenizer(folder: Path, *, config: dict[str, Any] | None = None, end: str = END) -> Path:
     """A token for each byte, and one that ends: any text comes back, and its length is known."""
-    vocab = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {
+        symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,9 +36,13 @@ def bytes_tokenizer(folder: Path, *, config: dict[str, Any] | None = None, end: 
     return folder
 
 
-def write_lines(path: Path, records: Sequence[Any], *, ending: str = "\n", last: str = "\n") -> Path:
-    """A JSON value per line."""
-    text = ending.join(json.dumps(record, ensure_ascii=False) for record in records) + (last if records else "")
+def write_lines(
+    path: Path, records: Sequence[Any], *, ending: str = "\n", last: str = "\n"
+) -> Path:
+    """Return a JSON value per line."""
+    text = ending.join(json.dumps(record, ensure_ascii=False) for record in records) + (
+        last if records else ""
+    )
     raw = text.encode()
     path.write_bytes(gzip.compress(raw, mtime=0) if path.suffix == ".gz" else raw)
     return path
@@ -42,12 +50,19 @@ def write_lines(path: Path, records: Sequence[Any], *, ending: str = "\n", last:
 
 def made(out: Path, tokenizer: Path, *sources: Path, **changes: Any) -> Outcome:
     """Prepare with blocks so small that all that can happen at their edges happens."""
-    usual = {"num_workers": 1, "block_bytes": 64, "validation_share": 0.0, "split": SplitRule.DOCUMENTS}
+    usual = {
+        "num_workers": 1,
+        "block_bytes": 64,
+        "validation_share": 0.0,
+        "split": SplitRule.DOCUMENTS,
+    }
     return prepare(Options(sources, tokenizer, out, **{**usual, **changes}))
 
 
 def documents_in(out: Path) -> dict[str, list[str]]:
-    """The texts of each split, by Megatron's own reader, each seen to end with the end of document."""
+    """Return the texts of each split, by Megatron's own reader,
+    each seen to end with the end of document.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
@@ -67,5 +82,9 @@ def documents_in(out: Path) -> dict[str, list[str]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return every file below a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

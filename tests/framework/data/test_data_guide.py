@@ -1,4 +1,6 @@
-"""docs/data.md says what is so: its first commands run as they stand, without torch; its tables of a run are read."""
+"""docs/data.md says what is so: its first commands run as they stand, without torch;
+its tables of a run are read.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_the_first_commands(tmp_path: Path) -> None:
         f"codes = [main(shlex.split(line)[1:]) for line in {block[1].splitlines()!r}]\n"
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "train       4" in done.stdout and "data/notes/validation: " in done.stdout
     assert "[document] note 0</s>" in done.stdout and done.stderr == ""
@@ -38,7 +42,11 @@ def test_the_tables(tmp_path: Path) -> None:
     blocks = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 6
     for block in blocks:
-        rest = '[data]\ntrain = "x"\n' if "[data]" not in block else "[batch]\nmicro_batch_size = 1\nchunks = 1\n"
+        rest = (
+            '[data]\ntrain = "x"\n'
+            if "[data]" not in block
+            else "[batch]\nmicro_batch_size = 1\nchunks = 1\n"
+        )
         (tmp_path / "run.toml").write_text(f"{block}\n{rest}")
         config = load(tmp_path / "run.toml", ["--train.steps=10000"])
         assert config.data.train or config.data.builder

@@ -1,4 +1,6 @@
-"""Rows of tokenised Hugging Face datasets as samples: padding, and columns that say what a label is."""
+"""Rows of tokenised Hugging Face datasets as samples: padding,
+and columns that say what a label is.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,29 @@ def sample(row: dict[str, Any], **columns: Any) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(0, 0), (0, 3), (3, 0), (2, 2), (0, 9)], ids=["none", "right", "left", "both", "long"]
+    ("before", "after"),
+    [(0, 0), (0, 3), (3, 0), (2, 2), (0, 9)],
+    ids=["none", "right", "left", "both", "long"],
 )
 def test_padding_of_a_tokenizer_is_neither_token_nor_label(before: int, after: int) -> None:
-    """Whatever the id of the padding, and on whichever side: the sample is that of the row without it."""
+    """Whatever the id of the padding, and on whichever side:
+    the sample is that of the row without it.
+    """
     padded = {
         "input_ids": [9] * before + ROW["input_ids"] + [9] * after,
         "attention_mask": [0] * before + [1] * 4 + [0] * after,
         "labels": [9] * before + ROW["labels"] + [9] * after,
     }
     assert sample(padded, mask="attention_mask") == (TOKENS, LABELS)
-    assert sample(padded, mask="attention_mask", labels="labels") == (TOKENS, [-100, 7, 8, -100, -100, -100])
+    assert sample(padded, mask="attention_mask", labels="labels") == (
+        TOKENS,
+        [-100, 7, 8, -100, -100, -100],
+    )
 
 
-@pytest.mark.parametrize("mask", [[1, 0, 1, 1], [1, 1, 2, 2], [1, 1, 1]], ids=["gap", "packed", "short"])
+@pytest.mark.parametrize(
+    "mask", [[1, 0, 1, 1], [1, 1, 2, 2], [1, 1, 1]], ids=["gap", "packed", "short"]
+)
 def test_a_mask_that_is_no_padding_is_refused(mask: list[int]) -> None:
     with pytest.raises(ValueError, match=r"attention_mask is not 1 for all|a mask of 3"):
         sample({**ROW, "attention_mask": mask}, mask="attention_mask")
@@ -50,7 +61,10 @@ def test_a_column_that_chooses_labels_is_not_ignored_without_a_word(column: str)
     with pytest.raises(ValueError, match=f"a column '{column}', which says what counts as a label"):
         _columns(["input_ids", column], asked, [])
     assert _columns(["input_ids", column], asked, [column]).names == ["input_ids"]
-    assert _columns(["input_ids", "marks", column], asked._replace(labels="marks"), []).labels == "marks"
+    assert (
+        _columns(["input_ids", "marks", column], asked._replace(labels="marks"), []).labels
+        == "marks"
+    )
 
 
 @pytest.mark.parametrize("column", ["position_ids", "seq_lengths"])

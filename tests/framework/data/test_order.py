@@ -1,4 +1,6 @@
-"""The sample order: a permutation per epoch, a function of (seed, epoch, index) and of nothing else."""
+"""The sample order: a permutation per epoch, a function of (seed, epoch, index)
+and of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,20 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_every_place_sees_every_sample_equally_often() -> None:
-    """Chi-square of (place, sample) over 4000 seeds: 81 degrees of freedom, 1e-6 quantile at about 155."""
+    """Chi-square of (place, sample) over 4000 seeds: 81 degrees of freedom,
+    1e-6 quantile at about 155.
+    """
     size, num_seeds = 10, 4_000
-    seen = Counter((place, SampleOrder(size, seed)(place)) for seed in range(num_seeds) for place in range(size))
+    seen = Counter(
+        (place, SampleOrder(size, seed)(place))
+        for seed in range(num_seeds)
+        for place in range(size)
+    )
     expected = num_seeds / size
     chi_square = sum(
-        (seen[place, number] - expected) ** 2 / expected for place in range(size) for number in range(size)
+        (seen[place, number] - expected) ** 2 / expected
+        for place in range(size)
+        for number in range(size)
     )
     assert chi_square < 155
 
@@ -77,5 +87,8 @@ def test_once_in_order_ends() -> None:
 
 
 def test_order_needs_no_torch() -> None:
-    code = "import sys, meshwright.data.order; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, meshwright.data.order; sys.exit('torch' in sys.modules or 'numpy' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

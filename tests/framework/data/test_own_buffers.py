@@ -18,8 +18,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.data.collate import own_copy
 from meshwright.data.dataset import open_dataset
 from meshwright.data.stream import Stream
-from meshwright.errors import CheckpointError, DataError, ModelError
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 V, S, N = 13, 6, 24
 
@@ -60,7 +59,9 @@ class Map:
             return self.x.copy_(x), y
         if self.kind == "constant":
             return {"tokens": x, "mask": self.mask}, y
-        labels = {"bool": y > 5, "float": y.double()}.get(self.kind, y.int() if self.kind == "int" else y)
+        labels = {"bool": y > 5, "float": y.double()}.get(
+            self.kind, y.int() if self.kind == "int" else y
+        )
         return x, labels
 
 
@@ -93,7 +94,7 @@ def config_of(runs: Path, builder: str = "mapped", kind: str = "", **sections: A
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
 def test_a_stream_that_fills_one_buffer_gives_its_samples(kind: str, tmp_path: Path) -> None:
-    found = open_dataset(config_of(tmp_path, "stream", kind), "train")
+    found = open_dataset(config_of(tmp_path, "stream", kind).data, "train")
     assert isinstance(found, Stream)
     raws = [found.raw(number) for number in range(4)]
     for number, raw in enumerate(raws):
@@ -103,10 +104,9 @@ def test_a_stream_that_fills_one_buffer_gives_its_samples(kind: str, tmp_path: P
 
 def test_a_dataset_that_fills_one_buffer_is_refused(tmp_path: Path) -> None:
     """Threads read several samples at the same time, so that no copy could be right."""
-    with pytest.raises(DataError, check=has_code("MW-DATA-129")) as error:
-        open_dataset(config_of(tmp_path, kind="ring"), "train")
-    assert "the same tensor" in error.value.message
-    assert open_dataset(config_of(tmp_path, kind="constant"), "train") is not None
+    with raises("MW-DATA-129"):
+        open_dataset(config_of(tmp_path, kind="ring").data, "train")
+    assert open_dataset(config_of(tmp_path, kind="constant").data, "train") is not None
 
 
 class Pair(NamedTuple):
@@ -116,7 +116,10 @@ class Pair(NamedTuple):
 
 def test_a_copy_shares_no_memory() -> None:
     x = np.zeros(3)
-    raw = Pair({"a": torch.zeros(3), "b": [x, bytearray(b"abc")]}, (array("i", [1, 2]), memoryview(b"xy"), [1, 2], "t"))
+    raw = Pair(
+        {"a": torch.zeros(3), "b": [x, bytearray(b"abc")]},
+        (array("i", [1, 2]), memoryview(b"xy"), [1, 2], "t"),
+    )
     copied = own_copy(raw)
     raw.x["a"] += 1
     x += 1
@@ -128,7 +131,7 @@ def test_a_copy_shares_no_memory() -> None:
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_labels_that_are_no_classes_are_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, check=has_code("MW-PIPELINE-046")) as error:
+    with raises("MW-PIPELINE-046") as error:
         draw_blueprint(config_of(tmp_path, kind=kind))
     assert kind in error.value.message
     draw_blueprint(config_of(tmp_path, kind="int"))
@@ -146,9 +149,8 @@ def trained(runs: Path, steps: int, **group: Any) -> dict[str, Tensor]:
 
 def test_weights_that_were_frozen_are_named(tmp_path: Path) -> None:
     trained(tmp_path, 1, frozen=True)
-    with pytest.raises(CheckpointError, check=has_code("MW-RUN-040")) as error:
+    with raises("MW-RUN-040", "1.weight", 1):
         trained(tmp_path, 2)
-    assert "1.weight and 1 more parameters were frozen in this run" in error.value.message
 
 
 def test_a_rate_of_zero_can_be_raised_later(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Samples and micro-batches: the right windows, the same samples in every layout, nothing lost or doubled."""
+"""Samples and micro-batches: the right windows, the same samples in every layout,
+nothing lost or doubled.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from meshwright.config.batch import validation_steps
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import IGNORE, Corpus, DocumentRules
 from meshwright.data.fingerprint import Fingerprint, SourceSummary, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
-from meshwright.data.sources import unigram_nats, validation_steps, warn_of_small_validation
-from meshwright.errors import DataError
+from meshwright.data.sources import unigram_nats, warn_of_small_validation
 from meshwright.pipeline.values import Microbatch
-from tests.support.errors import has_code
+from tests.support.errors import raises
 from tests.support.layouts import microbatch, samples
 
 END = 0
@@ -55,9 +57,15 @@ DOCUMENTS = some_documents()
 STREAM = [token for document in DOCUMENTS for token in document]
 
 
-def leave_fingerprint(folder: Path, name: str, tokens: int, max_token_id: int, nats: float = 1.0) -> None:
-    """A fingerprint as a preparation leaves it, without the hashes (they are not read when training)."""
-    source = SourceSummary(description="", documents=1, text_bytes=1, sha256="", vocab_size=9, validation_share=0.0)
+def leave_fingerprint(
+    folder: Path, name: str, tokens: int, max_token_id: int, nats: float = 1.0
+) -> None:
+    """A fingerprint as a preparation leaves it,
+    without the hashes (they are not read when training).
+    """
+    source = SourceSummary(
+        description="", documents=1, text_bytes=1, sha256="", vocab_size=9, validation_share=0.0
+    )
     split = Split(
         documents=1,
         tokens=tokens,
@@ -65,7 +73,9 @@ def leave_fingerprint(folder: Path, name: str, tokens: int, max_token_id: int, n
         unigram_entropy_nats=nats,
         unigram_entropy_bits=nats / log(2),
     )
-    known = Fingerprint(files={}, splits={name: split}, vocab_size=9, end_of_document_id=END, source=source)
+    known = Fingerprint(
+        files={}, splits={name: split}, vocab_size=9, end_of_document_id=END, source=source
+    )
     (folder / fingerprints.FILE_NAME).write_text(known.model_dump_json())
 
 
@@ -79,16 +89,21 @@ def naive_row(number: int, masked: bool) -> tuple[list[int], list[int]]:
     start = number * LENGTH
     tokens, labels = STREAM[start : start + LENGTH], STREAM[start + 1 : start + LENGTH + 1]
     if masked:
-        labels = [IGNORE if token == END else label for token, label in zip(tokens, labels, strict=True)]
+        labels = [
+            IGNORE if token == END else label for token, label in zip(tokens, labels, strict=True)
+        ]
     return tokens, labels
 
 
 def step_of(
     feed: CorpusSource, samples_seen: int, dp: int, chunks: int, micro_batch_size: int
 ) -> list[list[Microbatch]]:
-    """A whole step: micro-batches by replica."""
+    """Return a whole step: micro-batches by replica."""
     return [
-        [microbatch(feed, samples_seen, dp_rank, dp, micro_batch_size, chunks, m) for m in range(chunks)]
+        [
+            microbatch(feed, samples_seen, dp_rank, dp, micro_batch_size, chunks, m)
+            for m in range(chunks)
+        ]
         for dp_rank in range(dp)
     ]
 
@@ -141,7 +156,11 @@ def test_masking_ignores_what_follows_an_end_of_document(prefix: Path) -> None:
     order = OnceInOrder(NUM_SAMPLES)
     plain = samples(CorpusSource(Corpus(prefix, LENGTH), order), 0, NUM_SAMPLES)
     masked = samples(
-        CorpusSource(Corpus(prefix, LENGTH, rules=DocumentRules(eod_id=END, eod_mask_loss=True)), order), 0, NUM_SAMPLES
+        CorpusSource(
+            Corpus(prefix, LENGTH, rules=DocumentRules(eod_id=END, eod_mask_loss=True)), order
+        ),
+        0,
+        NUM_SAMPLES,
     )
     assert torch.equal(plain.inputs, masked.inputs)
     after_end = plain.inputs == END
@@ -153,9 +172,15 @@ def test_masking_ignores_what_follows_an_end_of_document(prefix: Path) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), samples_seen=st.integers(0, 200), masked=st.booleans())
-def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samples_seen: int, masked: bool) -> None:
-    """For any split of a global batch into dp x chunks x micro_batch_size: the same samples in the same order."""
-    dp, chunks, micro_batch_size = data.draw(st.tuples(*[st.integers(1, 5)] * 3), label="dp, chunks, micro_batch_size")
+def test_every_layout_sees_the_same_step(
+    prefix: Path, data: st.DataObject, samples_seen: int, masked: bool
+) -> None:
+    """For any split of a global batch into dp x chunks x micro_batch_size:
+    the same samples in the same order.
+    """
+    dp, chunks, micro_batch_size = data.draw(
+        st.tuples(*[st.integers(1, 5)] * 3), label="dp, chunks, micro_batch_size"
+    )
     global_batch = dp * chunks * micro_batch_size
     feed = CorpusSource(
         Corpus(prefix, LENGTH, VOCAB, rules=DocumentRules(eod_id=END, eod_mask_loss=masked)),
@@ -170,7 +195,9 @@ def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samp
 
 @pytest.mark.parametrize("global_batch", [1, 4, 6, 23, 40])
 def test_epoch_edges_lose_and_double_nothing(prefix: Path, global_batch: int) -> None:
-    """Steps that straddle epochs: each run of NUM_SAMPLES indices is every sample once, in a new order."""
+    """Steps that straddle epochs: each run of NUM_SAMPLES indices is every sample once,
+    in a new order.
+    """
     order = SampleOrder(NUM_SAMPLES, 5)
     feed = CorpusSource(Corpus(prefix, LENGTH), order)
     windows = {tuple(naive_row(number, False)[0]): number for number in range(NUM_SAMPLES)}
@@ -191,9 +218,15 @@ def test_validation_counts_each_sample_once(prefix: Path) -> None:
     for dp, chunks, micro_batch_size in [(1, 1, 8), (2, 2, 2), (4, 2, 1)]:
         steps = validation_steps(corpus.num_samples, global_batch=8, at_most=100)
         assert steps == 3
-        rows = [row for step in range(steps) for row in rows_of(step_of(feed, 8 * step, dp, chunks, micro_batch_size))]
+        rows = [
+            row
+            for step in range(steps)
+            for row in rows_of(step_of(feed, 8 * step, dp, chunks, micro_batch_size))
+        ]
         assert [index for index, _, _ in rows] == list(range(24))
-        assert [row[1:] for row in rows[:NUM_SAMPLES]] == [naive_row(number, False) for number in range(NUM_SAMPLES)]
+        assert [row[1:] for row in rows[:NUM_SAMPLES]] == [
+            naive_row(number, False) for number in range(NUM_SAMPLES)
+        ]
         assert rows[NUM_SAMPLES][1:] == ([0] * LENGTH, [IGNORE] * LENGTH)
     assert validation_steps(corpus.num_samples, global_batch=8, at_most=2) == 2
     assert validation_steps(corpus.num_samples, global_batch=100, at_most=2) == 1
@@ -201,20 +234,14 @@ def test_validation_counts_each_sample_once(prefix: Path) -> None:
 
 def test_too_short_for_one_sample(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1, 2, 3, 4, 5]])
-    with pytest.raises(
-        DataError, match=r"c has 5 tokens, less than one sample: a sequence of 5 needs 6", check=has_code("MW-DATA-001")
-    ):
+    with raises("MW-DATA-001", "c", 5, 6):
         Corpus(prefix, 5)
     assert Corpus(prefix, 4).num_samples == 1
 
 
 def test_token_id_beyond_the_vocabulary_is_found_up_front(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1] * 17, [1, 300, 1]])
-    with pytest.raises(
-        DataError,
-        match=r"corpus .*c holds token id 300 in sample 3 .*vocabulary has 300 .*to 301 or more",
-        check=has_code("MW-DATA-006"),
-    ):
+    with raises("MW-DATA-006", "c", 300, "sample 3", 301):
         Corpus(prefix, LENGTH, vocab_size=300)
     assert Corpus(prefix, LENGTH, vocab_size=301).num_samples == 3
     assert Corpus(prefix, LENGTH).num_samples == 3
@@ -223,9 +250,7 @@ def test_token_id_beyond_the_vocabulary_is_found_up_front(tmp_path: Path) -> Non
 def test_token_id_beyond_the_vocabulary_by_the_fingerprint(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train", [[1] * 20])
     leave_fingerprint(tmp_path, "train", tokens=20, max_token_id=99)
-    with pytest.raises(
-        DataError, match=r"train holds token id 99 according to its fingerprint.json", check=has_code("MW-DATA-006")
-    ):
+    with raises("MW-DATA-006", "train", 99, "fingerprint.json"):
         Corpus(prefix, LENGTH, vocab_size=99)
     assert Corpus(prefix, LENGTH, vocab_size=100).eod_id == END
 
@@ -236,45 +261,35 @@ def test_token_id_beyond_the_vocabulary_that_the_fingerprint_hides(tmp_path: Pat
     leave_fingerprint(tmp_path, "train", tokens=20, max_token_id=1)
     feed = CorpusSource(Corpus(prefix, LENGTH, vocab_size=60), OnceInOrder(3))
     assert samples(feed, 0, 1).inputs.tolist() == [[1] * LENGTH]
-    with pytest.raises(
-        DataError,
-        match=r"train holds token id 60 in sample 1 \(tokens from 5 on\).*has 60",
-        check=has_code("MW-DATA-006"),
-    ):
+    with raises("MW-DATA-006", "train", 60, "sample 1", 5):
         samples(feed, 1, 1)
 
 
 def test_negative_ids_are_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1, 2, -3, 4, 5, 6, 7]], np.int32)
-    with pytest.raises(DataError, match="holds the token id -3 in sample 0", check=has_code("MW-DATA-005")):
+    with raises("MW-DATA-005", "-3", "sample 0"):
         Corpus(prefix, LENGTH, vocab_size=VOCAB)
-    with pytest.raises(DataError, match="holds the token id -3 in sample 0", check=has_code("MW-DATA-005")):
+    with raises("MW-DATA-005", "-3", "sample 0"):
         Corpus(prefix, LENGTH).sample(0)
 
 
 def test_masking_needs_to_know_the_end_of_document(prefix: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"eod_mask_loss needs the id .*set data\.tokenizer", check=has_code("MW-DATA-002")
-    ):
+    with raises("MW-DATA-002"):
         Corpus(prefix, LENGTH, rules=DocumentRules(eod_mask_loss=True))
 
 
 def test_a_fingerprint_of_another_corpus_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train", [[1] * 20])
     leave_fingerprint(tmp_path, "train", tokens=21, max_token_id=1)
-    with pytest.raises(DataError, match=r"counts 21 tokens in train, its \.idx 20", check=has_code("MW-DATA-007")):
+    with raises("MW-DATA-007", 21, "train", 20):
         Corpus(prefix, LENGTH)
     leave_fingerprint(tmp_path, "validation", tokens=21, max_token_id=1)
     assert Corpus(prefix, LENGTH).known is None
     (tmp_path / fingerprints.FILE_NAME).write_text('{"schema_version": 2}')
-    with pytest.raises(
-        DataError,
-        match=r"fingerprint\.json cannot be understood \(schema_version: Input should be 1",
-        check=has_code("MW-DATA-018"),
-    ):
+    with raises("MW-DATA-018", "fingerprint.json", "schema_version", 1):
         Corpus(prefix, LENGTH)
     (tmp_path / fingerprints.FILE_NAME).write_text("{")
-    with pytest.raises(DataError, match=r"fingerprint\.json cannot be understood", check=has_code("MW-DATA-018")):
+    with raises("MW-DATA-018", "fingerprint.json"):
         Corpus(prefix, LENGTH)
 
 
@@ -282,7 +297,9 @@ def test_a_validation_below_one_global_batch_is_named(tmp_path: Path) -> None:
     write(tmp_path / "few", [list(range(3 * LENGTH + 1))])
     source = CorpusSource(Corpus(tmp_path / "few", LENGTH), OnceInOrder(3))
     assert warn_of_small_validation(source, 3) == warn_of_small_validation(None, 8) == ""
-    assert "validation has 3 samples, less than one global batch (4)" in warn_of_small_validation(source, 4)
+    assert "validation has 3 samples, less than one global batch (4)" in warn_of_small_validation(
+        source, 4
+    )
 
 
 def test_unigram_entropy_is_that_of_the_fingerprint(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A host with memory apart from the device's, on a machine that has but one: what streams allow, at its worst."""
+"""A host with memory apart from the device's, on a machine that has but one: what streams allow,
+at its worst.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from meshwright.optimizer.offload import HostMemory
 
 @dataclass
 class Summed:
-    """A collective whose result is there when it is done, as NCCL's: gloo's, and the sum that its handle would do."""
+    """A collective whose result is there when it is done, as NCCL's: gloo's,
+    and the sum that its handle would do.
+    """
 
     work: Any
     finish: Callable[[], object] | None
@@ -27,7 +31,9 @@ class Summed:
             self.finish = None
 
 
-def as_by_nccl(posted: Callable[[Group, Tensor, Tensor], CollectiveHandle]) -> Callable[..., CollectiveHandle]:
+def as_by_nccl(
+    posted: Callable[[Group, Tensor, Tensor], CollectiveHandle],
+) -> Callable[..., CollectiveHandle]:
     """Group.reduce_scatter, with handles as NCCL's."""
 
     def reduce_scatter(group: Group, part: Tensor, whole: Tensor) -> CollectiveHandle:
@@ -40,8 +46,9 @@ def as_by_nccl(posted: Callable[[Group, Tensor, Tensor], CollectiveHandle]) -> C
 
 
 class Apart(HostMemory):
-    """A copy has what was there when it was posted, behind its message and nothing after it; and is there only for who
-    waits for it."""
+    """A copy has what was there when it was posted, behind its message and nothing after it; and is
+    there only for who waits for it.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -49,7 +56,9 @@ class Apart(HostMemory):
         self.brought: list[tuple[int, bool]] = []
         """Of each copy: where it comes from, and whether it was posted behind a message."""
 
-    def fetch(self, target: Tensor, source: Tensor, after: CollectiveHandle | None = None) -> Callable[[], None]:
+    def fetch(
+        self, target: Tensor, source: Tensor, after: CollectiveHandle | None = None
+    ) -> Callable[[], None]:
         self.brought.append((source.data_ptr(), after is not None))
         target.fill_(torch.nan)
         seen = torch.empty_like(target)

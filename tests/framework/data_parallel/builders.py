@@ -100,7 +100,10 @@ class Uncalled(nn.Module):
         return x + torch.tanh(nn.functional.linear(x, self.linear.weight))
 
 
-KINDS = {each.__name__: each for each in (Sometimes, InPlace, PartlyFrozen, Scale, Strided, Empty, Uncalled)}
+KINDS = {
+    each.__name__: each
+    for each in (Sometimes, InPlace, PartlyFrozen, Scale, Strided, Empty, Uncalled)
+}
 
 
 def of_kind(kind: str, vocab_size: int = 17, depth: int = 2) -> nn.Sequential:
@@ -108,7 +111,9 @@ def of_kind(kind: str, vocab_size: int = 17, depth: int = 2) -> nn.Sequential:
     layers = [KINDS[kind]() for _ in range(depth)]
     model = nn.Sequential(nn.Embedding(vocab_size, WIDTH), *layers, nn.Linear(WIDTH, vocab_size))
     if kind == "Uncalled":
-        model.tied_weights = [("1.linear.weight", f"{number}.linear.weight") for number in range(2, depth + 1)]
+        model.tied_weights = [
+            ("1.linear.weight", f"{number}.linear.weight") for number in range(2, depth + 1)
+        ]
         for layer in layers:
             layer.linear.weight = layers[0].linear.weight
     return model

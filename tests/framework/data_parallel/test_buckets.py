@@ -10,21 +10,27 @@ from torch import nn
 
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.members import plan_buckets
-from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie, accumulation_dtype
+from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.mesh.comm import Group
+from meshwright.mesh.holders import Holders, Tie
 from meshwright.parameters import ParameterInfo, Slice
 
+TP = Group("tp", (0, 1), 0)
 TIED = Tie("embedding.weight", Group("tied", (0, 4), 0), True)
 
 
 def lonely(rank: int = 0, size: int = 1) -> Group:
-    """A place among replicas that cannot talk."""
+    """Return a place among replicas that cannot talk."""
     return Group("dp", tuple(range(size)), rank)
 
 
-def sharded(zero: int, rank: int = 0, size: int = 1) -> Sharding:
+def sharded(
+    members: list[StageParameter], zero: int, rank: int = 0, size: int = 1
+) -> list[StageParameter]:
     """Over all of them, or not at all."""
-    return Sharding(lonely(rank, size), lonely()) if zero else Sharding(lonely(), lonely(rank, size))
+    replicas = lonely(rank, size)
+    holders = Holders(shard_group=replicas) if zero else Holders(copies_group=replicas)
+    return [each._replace(holders=holders) for each in members]
 
 
 def member(
@@ -34,24 +40,30 @@ def member(
     sliced: bool = False,
     partial: bool = False,
     tied: Tie | None = None,
+    tp: Group = TP,
     dtype: torch.dtype = torch.float32,
 ) -> StageParameter:
-    """A parameter of layer ``name.split(".")[0]``, filled with numbers of its own."""
+    """Return a parameter of layer ``name.split(".")[0]``, filled with numbers of its own."""
     numel = torch.Size(shape).numel()
     values = torch.arange(numel, dtype=torch.float32).view(shape) + 1000 * (len(name) % 7 + 1)
     whole = (shape[0] * 2, *shape[1:]) if sliced else shape
     info = ParameterInfo(name, whole, Slice(0, 0, shape[0], shape[0]) if sliced else None, partial)
-    return StageParameter(info, nn.Parameter(values.to(dtype)), name.split(".")[0], tied)
+    holders = Holders(
+        copied_over=() if sliced else (tp,), partial_over=(tp,) if partial else (), tied=tied
+    )
+    return StageParameter(info, nn.Parameter(values.to(dtype)), name.split(".")[0], holders)
 
 
 def every_kind() -> list[StageParameter]:
-    """Two parameters of each combination of what may differ."""
+    """Return two parameters of each combination of what may differ."""
     members = []
     for i, (decays, sliced, partial) in enumerate(itertools.product((True, False), repeat=3)):
         if sliced and partial:
             continue
         shape = (4, 3) if decays else (4,)
-        members += [member(f"layer{j}.weight{i}", shape, sliced=sliced, partial=partial) for j in range(2)]
+        members += [
+            member(f"layer{j}.weight{i}", shape, sliced=sliced, partial=partial) for j in range(2)
+        ]
     members.append(member("embedding.weight", (4, 3), sliced=True, tied=TIED))
     members.append(member("other.weight", (4, 3), sliced=True, tied=TIED))
     return members
@@ -59,28 +71,34 @@ def every_kind() -> list[StageParameter]:
 
 def test_a_bucket_holds_one_kind_only() -> None:
     buckets = plan_buckets(every_kind(), 2**20)
-    assert sorted(m.info.name for group in buckets for m in group) == sorted(m.info.name for m in every_kind())
+    assert sorted(m.info.name for group in buckets for m in group) == sorted(
+        m.info.name for m in every_kind()
+    )
     for group in buckets:
         kind = group[0].kind
         for found in group:
             assert found.info.decays == kind.decays
-            assert (found.info.slice is None) == kind.replicated_over_tp
-            assert found.info.sum_over_tp == kind.sum_over_tp
-            assert found.tied is kind.tied
-    kinds = [group[0].kind for group in buckets if group[0].tied is None]
+            assert found.holders == kind.holders
+    kinds = [group[0].kind for group in buckets if group[0].holders.tied is None]
     assert len(kinds) == len(set(kinds)) == 6, "as few buckets as there are kinds"
 
 
 def test_a_tied_weight_lies_alone() -> None:
-    """Another stage has it among other neighbours: only alone do the same elements meet in the sum."""
-    alone = [group for group in plan_buckets(every_kind(), 2**20) if group[0].tied is not None]
-    assert sorted([m.info.name for m in group] for group in alone) == [["embedding.weight"], ["other.weight"]]
+    """Another stage has it among other neighbours:
+    only alone do the same elements meet in the sum.
+    """
+    groups = plan_buckets(every_kind(), 2**20)
+    alone = [group for group in groups if group[0].holders.tied is not None]
+    assert sorted([m.info.name for m in group] for group in alone) == [
+        ["embedding.weight"],
+        ["other.weight"],
+    ]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 48, 100, 144, 1000])
 def test_buckets_keep_to_their_size(bucket_bytes: int) -> None:
-    """48 bytes of gradient each: no bucket is larger than asked, unless one parameter alone is; none is split off
-    while it would have fitted.
+    """48 bytes of gradient each: no bucket is larger than asked, unless one parameter alone is;
+    none is split off while it would have fitted.
     """
     buckets = plan_buckets([member(f"layer{i}.weight", (4, 3)) for i in range(7)], bucket_bytes)
     sizes = [sum(m.parameter.numel() * 4 for m in group) for group in buckets]
@@ -102,8 +120,14 @@ def test_the_last_layer_comes_first() -> None:
 
 
 def test_buckets_come_as_backward_completes_them() -> None:
-    """The biases of all layers fit into one, which is begun first but one and complete last: nobody waits for it."""
-    members = [member(f"layer{i}.{what}", shape) for i in range(4) for what, shape in (("a", (4, 3)), ("b", (4,)))]
+    """The biases of all layers fit into one, which is begun first but one and complete last:
+    nobody waits for it.
+    """
+    members = [
+        member(f"layer{i}.{what}", shape)
+        for i in range(4)
+        for what, shape in (("a", (4, 3)), ("b", (4,)))
+    ]
     names = [[m.info.name for m in group] for group in plan_buckets(members, 96)]
     biases = [f"layer{i}.b" for i in (3, 2, 1, 0)]
     assert names == [["layer3.a", "layer2.a"], biases, ["layer1.a", "layer0.a"]]
@@ -112,21 +136,27 @@ def test_buckets_come_as_backward_completes_them() -> None:
 @pytest.mark.parametrize("dp", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_shards_cover_the_bucket_once(dp: int, zero: int) -> None:
-    """3 elements, 5 to the next aligned place, 8: each replica steps an equal part, all of it with ZeRO-0; what is
-    nobody's is zero. A shard or a parameter that began anywhere would be slow on a GPU.
+    """3 elements, 5 to the next aligned place, 8: each replica steps an equal part, all of it with
+    ZeRO-0; what is nobody's is zero. A shard or a parameter that began anywhere would be slow on a
+    GPU.
     """
     covered = torch.zeros(56, dtype=torch.int64)
     for rank in range(dp):
         members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
-        [group] = plan_buckets(members, 2**20)
-        bucket = Bucket(group, sharded(zero, rank, dp))
+        [group] = plan_buckets(sharded(members, zero, rank, dp), 2**20)
+        bucket = Bucket(group)
         shards = dp if zero else 1
         assert [(place.start, place.stop) for place in bucket.slots] == [(0, 3), (8, 16)]
         assert bucket.numel % (8 * shards) == 0 and 16 <= bucket.numel < 16 + 8 * shards
         start, stop = bucket.shard_range
         assert start % 8 == 0
         covered[start:stop] += 1
-        assert bucket.shard_gradient.numel() == bucket.master.numel() == stop - start == bucket.numel // shards
+        assert (
+            bucket.shard_gradient.numel()
+            == bucket.master.numel()
+            == stop - start
+            == bucket.numel // shards
+        )
         assert not bucket.flat[3:8].any() and not bucket.flat[16:].any()
         assert bucket.is_sharded == (zero == 1 and dp > 1)
     assert covered[:16].tolist() == [dp if zero == 0 else 1] * 16
@@ -136,8 +166,8 @@ def test_the_model_computes_with_the_bucket_s_own_memory() -> None:
     """Stepping the flat tensor steps the parameters; nothing is copied."""
     members = [member("a.weight", (2, 4)), member("b.weight", (3, 1))]
     before = [m.parameter.detach().clone() for m in members]
-    [group] = plan_buckets(members, 2**20)
-    bucket = Bucket(group, sharded(1))
+    [group] = plan_buckets(sharded(members, 1), 2**20)
+    bucket = Bucket(group)
     for place in bucket.slots:
         assert place.member.parameter.data_ptr() == bucket.flat[place.start :].data_ptr()
     for m, values in zip(members, before, strict=True):
@@ -155,9 +185,12 @@ def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
     one = member("a.weight", (2, 4), dtype=torch.bfloat16)
     with torch.no_grad():
         one.parameter.fill_(1.0)
-    [group] = plan_buckets([one], 2**20)
-    bucket = Bucket(group, sharded(zero))
-    assert bucket.master.dtype == bucket.flat_gradient.dtype == torch.float32 and bucket.flat.dtype == torch.bfloat16
+    [group] = plan_buckets(sharded([one], zero), 2**20)
+    bucket = Bucket(group)
+    assert (
+        bucket.master.dtype == bucket.flat_gradient.dtype == torch.float32
+        and bucket.flat.dtype == torch.bfloat16
+    )
     for _ in range(8):
         bucket.master.add_(2**-10)  # an eighth of bfloat16's step at 1
         bucket.gather()
@@ -166,31 +199,52 @@ def test_bfloat16_has_master_weights_in_float32(zero: int) -> None:
 
 def test_float32_and_float64_have_none() -> None:
     for dtype in (torch.float32, torch.float64):
-        [group] = plan_buckets([member("a.weight", (2, 4), dtype=dtype)], 2**20)
-        bucket = Bucket(group, sharded(1))
-        assert bucket.master.data_ptr() == bucket.flat.data_ptr() and accumulation_dtype(dtype) == dtype
+        [group] = plan_buckets(sharded([member("a.weight", (2, 4), dtype=dtype)], 1), 2**20)
+        bucket = Bucket(group)
+        assert (
+            bucket.master.data_ptr() == bucket.flat.data_ptr()
+            and accumulation_dtype(dtype) == dtype
+        )
     assert accumulation_dtype(torch.bfloat16) == torch.float32
 
 
 @pytest.mark.parametrize(
     ("replicated", "tied_rank", "tp_rank", "owns"),
-    [(True, None, 0, True), (True, None, 1, False), (False, None, 1, True), (False, 0, 1, True), (False, 1, 1, False)],
+    [
+        (True, None, 0, True),
+        (True, None, 1, False),
+        (False, None, 1, True),
+        (False, 0, 1, True),
+        (False, 1, 1, False),
+    ],
 )
-def test_one_rank_counts_a_weight(replicated: bool, tied_rank: int | None, tp_rank: int, owns: bool) -> None:
-    tied = None if tied_rank is None else Tie("a.weight", Group("tied", (0, 4), tied_rank), tied_rank == 0)
-    [[found]] = plan_buckets([member("a.weight", (2, 4), sliced=not replicated, tied=tied)], 2**20)
-    assert found.kind.owns(tp_rank) is owns
+def test_one_rank_counts_a_weight(
+    replicated: bool, tied_rank: int | None, tp_rank: int, owns: bool
+) -> None:
+    tied = (
+        None
+        if tied_rank is None
+        else Tie("a.weight", Group("tied", (0, 4), tied_rank), tied_rank == 0)
+    )
+    tp = Group("tp", (0, 1), tp_rank)
+    found = member("a.weight", (2, 4), sliced=not replicated, tied=tied, tp=tp)
+    assert found.holders.is_counted is owns
+    later = found.holders._replace(shard_group=lonely(1, 2))
+    assert not later.is_saved and later.is_counted is owns, "each shard counts"
+    copy = found.holders._replace(copies_group=lonely(1, 2))
+    assert not copy.is_counted, "of equal shards one counts"
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_no_shard_and_no_parameter_begins_inside_a_block(num_shards: int) -> None:
-    """Where the optimizer keeps blocks: of 24 elements here, in matrices of 12 rows of 24 and of 5."""
+    """Where the optimizer keeps blocks: of 24 elements here,
+    in matrices of 12 rows of 24 and of 5.
+    """
     members = [member("a.weight", (12, 24)), member("b.weight", (5, 24))]
     members = [each._replace(info=each.info._replace(is_eight_bit=True)) for each in members]
-    [group] = plan_buckets(members, 2**20)
     for rank in range(num_shards):
-        shard = Group("dp", tuple(range(num_shards)), rank)
-        bucket = Bucket(group, Sharding(shard, Group("alone", (rank,), 0)), block_size=24)
+        [group] = plan_buckets(sharded(members, 1, rank, num_shards), 2**20)
+        bucket = Bucket(group, block_size=24)
         assert bucket.kind.is_eight_bit and bucket.numel % (24 * num_shards) == 0
         assert all(place.start % 24 == 0 for place in bucket.slots)
         assert bucket.shard_range[0] % 24 == 0

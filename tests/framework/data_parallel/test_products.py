@@ -1,4 +1,6 @@
-"""Weight gradients that the GEMM adds to the buckets. A CPU computes the same sums in float32: that is checked here."""
+"""Weight gradients that the GEMM adds to the buckets. A CPU computes the same sums in float32:
+that is checked here.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from meshwright_launch.pool import RankPool
 from tests.framework.data_parallel.test_replica import WIDTH, gradients_of, replica_of, sample
 
 BF16 = torch.bfloat16
-LLAMA = {"vocab_size": 61, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+}
 
 
 def is_matrix(parameter: Tensor, dtype: torch.dtype) -> bool:
@@ -42,7 +51,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("keeps_gradient", [True, False])
 @pytest.mark.usefixtures("on_cpu")
 def test_products_are_summed_in_float32(keeps_gradient: bool) -> None:
-    """Whole and split backwards in one step, over what the last step left; a weight used twice counts once."""
+    """Whole and split backwards in one step, over what the last step left;
+    a weight used twice counts once.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).to(BF16)
     (weight,) = layers.parameters()
@@ -62,14 +73,38 @@ def test_products_are_summed_in_float32(keeps_gradient: bool) -> None:
                 with split.deferring() as deferred:
                     y.backward(torch.cat([gy, gy]))
                 if last:
-                    replica.begin_reducing({weight})
-                    assert replica._reduction is not None and replica._reduction.missing == [1]
+                    replica.reduce_during_backward({weight})
+                    assert replica._missing == [1]
                 accumulate_deferred(deferred)
             for each, value in products:
                 expected.addmm_(each.float().t(), value.float())
-        assert replica._reduction is not None and replica._reduction.missing == [0] and weight.grad is None
+        assert replica._missing == [0] and weight.grad is None
         assert torch.equal(gradients_of(replica)["0.weight"], expected)
-        replica.finish_reduce()
+        replica.finish_reduction()
+
+
+@pytest.mark.parametrize("keeps_gradient", [True, False])
+@pytest.mark.usefixtures("on_cpu")
+def test_a_fused_last_backward_counts_its_products(keeps_gradient: bool) -> None:
+    """A whole backward leaves no gradient in ``grad``: its buckets are reduced while it runs."""
+    layers = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+    ).to(BF16)
+    replica = replica_of(layers, bucket_bytes=1, keeps_gradient=keeps_gradient)
+    last, first = (bucket.slots[0].member.parameter for bucket in replica.buckets)
+    reduced: list[str] = []
+    for bucket, name in zip(replica.buckets, ("last", "first"), strict=True):
+        bucket.reduce = lambda *, last, name=name: reduced.append(name)  # type: ignore[method-assign]
+    replica.begin_step()
+    for is_last in (False, True):
+        if is_last:
+            replica.reduce_during_backward()
+            assert replica._missing == [1, 1]
+        with SplitBackward():
+            y = layers(sample(0, BF16))
+        y.backward(sample(1, BF16))
+    assert last.grad is None and first.grad is None
+    assert replica._missing == [0, 0] and reduced == ["last", "first"]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -106,14 +141,17 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
         patch.object(products_module, "adds_products", is_matrix),
         patch.object(products_module, "add_product", counted),
     ):
-        mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+        mesh = open_mesh(Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp), config.train.device)
         parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
         stats = [take_step(parts) for _ in range(2)]
     return Trained([each.loss for each in stats], [each.grad_norm for each in stats], num_products)
 
 
+@pytest.mark.long
 def test_layouts_agree(pool: RankPool) -> None:
-    """Schedules with the same products in the same order are bit-equal; others agree as bfloat16 does."""
+    """Schedules with the same products in the same order are bit-equal;
+    others agree as bfloat16 does.
+    """
     found = {}
     for layout in ("pp2,zb_h1", "pp2,zb_h2", "pp2,tp2,sequence,zb_v"):
         size = parse_layout(layout).size
@@ -143,16 +181,24 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not func.is_view and str(func) != "aten._unsafe_view.default":
+        if (
+            isinstance(result, Tensor)
+            and not func.is_view
+            and str(func) != "aten._unsafe_view.default"
+        ):
             self.kernels += 1
             if not any(result is each for each in (*args, *(kwargs or {}).values())):
                 self.new_bytes += math.prod(result.shape) * result.dtype.itemsize
         return result
 
 
-@pytest.mark.skipif(torch.__version__.startswith(("2.11.", "2.12.")), reason="no meta tensors into a sum")
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.11.", "2.12.")), reason="no meta tensors into a sum"
+)
 def test_a_gemm_instead_of_two_kernels_and_a_tensor() -> None:
-    """A Llama-3-8B's gate and up, 8,192 tokens, on tensors without memory: no bfloat16 gradient of 235 MB."""
+    """A Llama-3-8B's gate and up, 8,192 tokens, on tensors without memory:
+    no bfloat16 gradient of 235 MB.
+    """
     with torch.device("meta"):
         gy, x = torch.empty(8192, 28672, dtype=BF16), torch.empty(8192, 4096, dtype=BF16)
         total = torch.empty(28672, 4096)
@@ -169,4 +215,6 @@ def test_a_cpu_has_no_such_kernel(dtype: torch.dtype) -> None:
     assert not adds_products(torch.empty(4, 4, dtype=dtype), torch.float32)
     factor = torch.ones(4, 4, dtype=BF16)
     with pytest.raises(RuntimeError, match="addmm"):
-        torch.ops.aten.addmm.dtype_out(torch.zeros(4, 4), factor, factor, torch.float32, out=torch.zeros(4, 4))
+        torch.ops.aten.addmm.dtype_out(
+            torch.zeros(4, 4), factor, factor, torch.float32, out=torch.zeros(4, 4)
+        )

@@ -26,7 +26,10 @@ def test_the_share_of_latency() -> None:
 def test_it_says_when_buckets_are_too_small() -> None:
     """The slowest group counts; other axes have no buckets."""
     [_, fast] = buckets_line([summed(1e-4), summed(1e-5)], 25 * 2**20)
-    assert fast == "gradients in buckets of 25.0 MiB: 0.4% of a sum over dp is latency; 5% with 2.0 MiB"
+    assert (
+        fast
+        == "gradients in buckets of 25.0 MiB: 0.4% of a sum over dp is latency; 5% with 2.0 MiB"
+    )
     [_, slow] = buckets_line([summed(0.010), summed(1e-5)], 25 * 2**20)
     assert slow.endswith("5% with 182.0 MiB: set parallel.bucket_bytes = 190840832")
     assert buckets_line([summed(0.010, "tp")], 25 * 2**20) == []

@@ -1,4 +1,6 @@
-"""Ranks that a launcher has bound to too few CPUs are named; ranks that are bound to nothing are left alone."""
+"""Ranks that a launcher has bound to too few CPUs are named;
+ranks that are bound to nothing are left alone.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ SOUND = {
     "the same core of another node": [rank(0), rank(0)],
 }
 FAULTS = {
-    "one core for four threads": ([rank(0, threads=4), rank(1)], "rank 0 on h1 may use CPU 0 of 8, with 4 threads"),
+    "one core for four threads": (
+        [rank(0, threads=4), rank(1)],
+        "rank 0 on h1 may use CPU 0 of 8, with 4 threads",
+    ),
     "fewer than the job gives": (
         [rank(0, 1, asked=2), rank(2, asked=2)],
         "rank 1 on h1 may use CPU 2 of 8, with a job that gives each task 2",
@@ -36,7 +41,10 @@ FAULTS = {
         [rank(0, 1, threads=2), rank(2, 3, threads=2), rank(1, 2, threads=2)],
         "ranks 0, 1, 2 on h1 share CPUs 0, 1, 2, 3 of 8",
     ),
-    "a container of two CPUs for four ranks": ([rank(4, 5) for _ in range(4)], "ranks 0, 1, 2, 3 on h1 share"),
+    "a container of two CPUs for four ranks": (
+        [rank(4, 5) for _ in range(4)],
+        "ranks 0, 1, 2, 3 on h1 share",
+    ),
 }
 
 
@@ -57,18 +65,29 @@ def test_thousands_of_ranks_are_one_line_each() -> None:
     nodes = [f"h{number // 8}" for number in range(8000)]
     warnings = cpu_warnings(nodes, {number: rank(0, threads=2) for number in range(8000)})
     assert len(warnings) == 2 and all(len(text) < 400 for text in warnings)
-    assert "and 7999 more ranks alike" in warnings[0] and "999 more groups of ranks alike" in warnings[1]
-    apart = {number: rank(*range(2 * (number % 8), 2 * (number % 8) + 2), threads=2) for number in range(8000)}
-    assert cpu_warnings(nodes, apart) == [], "each with CPUs of its own, compared within its node alone"
+    assert (
+        "and 7999 more ranks alike" in warnings[0]
+        and "999 more groups of ranks alike" in warnings[1]
+    )
+    apart = {
+        number: rank(*range(2 * (number % 8), 2 * (number % 8) + 2), threads=2)
+        for number in range(8000)
+    }
+    assert cpu_warnings(nodes, apart) == [], (
+        "each with CPUs of its own, compared within its node alone"
+    )
 
 
-@pytest.mark.parametrize(("text", "asked"), [("4", 4), ("", 0), ("x", 0), ("9" * 5000, 0), ("-3", 0), ("²", 0)])
+@pytest.mark.parametrize(
+    ("text", "asked"), [("4", 4), ("", 0), ("x", 0), ("9" * 5000, 0), ("-3", 0), ("²", 0)]
+)
 def test_what_the_job_gives_is_read_with_care(text: str, asked: int) -> None:
     found = own_cpus(3, "cpu", {"SLURM_CPUS_PER_TASK": text})
     assert found is not None and found.asked == asked and found.threads == 3
     assert set(found.cpus) == os.sched_getaffinity(0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize("launcher", ["torchrun", "local"])

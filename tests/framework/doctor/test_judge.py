@@ -33,7 +33,9 @@ FOUR = [facts(f"h{number}", number - 1) for number in range(1, 5)]
 
 
 def links(**slow: float) -> list[LinkMeasurement]:
-    """All pairs of four nodes at 1 Gbit/s; ``h2 = 0.1``: that node's link; ``h1_h3 = 0.1``: that pair's."""
+    """Return all pairs of four nodes at 1 Gbit/s; ``h2 = 0.1``: that node's link; ``h1_h3 = 0.1``:
+    that pair's.
+    """
     found = []
     for a, b in itertools.combinations([each.host for each in FOUR], 2):
         rate = min(slow.get(a, 1.0), slow.get(b, 1.0), slow.get(f"{a}_{b}", 1.0))
@@ -53,7 +55,9 @@ def test_nothing_is_wrong() -> None:
 
 
 def test_a_slow_node_is_told_from_its_partners_and_from_a_slow_pair() -> None:
-    assert said(at=links(h2=0.1)) == [("the link of h2 is slow: 0.1 Gbit/s, others reach 1 Gbit/s", ("h2",))]
+    assert said(at=links(h2=0.1)) == [
+        ("the link of h2 is slow: 0.1 Gbit/s, others reach 1 Gbit/s", ("h2",))
+    ]
     (pair, nobody), *rest = said(at=links(h1_h3=0.1))
     assert pair.startswith("between h1 and h3 there is 0.1 Gbit/s") and not nobody and not rest
     assert by_node(links(h2=0.1)) == {"h1": GBIT, "h2": 0.1 * GBIT, "h3": GBIT, "h4": GBIT}
@@ -72,9 +76,14 @@ def test_clocks_versions_disks() -> None:
 
     assert one(clock_s=3600.0)[0].startswith("the clock of h4 is 3,600.0 s ahead of the others'")
     assert one(clock_s=-3600.0)[1] == ("h4",)
-    assert one(versions=(("python", "3.11"), ("torch", "2.11.0"))) == ("torch is 2.13.0, but 2.11.0 on h4", ("h4",))
+    assert one(versions=(("python", "3.11"), ("torch", "2.11.0"))) == (
+        "torch is 2.13.0, but 2.11.0 on h4",
+        ("h4",),
+    )
     assert one(device="another")[0] == "the devices are cpu, but another on h4"
-    assert one(sees_directory=False)[0].startswith("h4 does not see the run's directory as rank 0 does")
+    assert one(sees_directory=False)[0].startswith(
+        "h4 does not see the run's directory as rank 0 does"
+    )
     assert "No space left" in one(disk_problem="No space left on device (errno 28)")[0]
 
 

@@ -17,9 +17,13 @@ from meshwright_launch.pool import RankPool
 HOUR_S = 3600.0
 
 
-def refused(rank: int, world_size: int, directories: list[Path], ahead_s: list[float], num_nodes: int) -> str:
-    """What a rank is told whose node sees that directory and whose clock is so far ahead; "" when it may go on."""
-    mesh = open_mesh(Grid(world_size, 1, 1), "cpu")
+def refused(
+    rank: int, world_size: int, directories: list[Path], ahead_s: list[float], num_nodes: int
+) -> str:
+    """What a rank is told whose node sees that directory and whose clock is so far ahead;
+    "" when it may go on.
+    """
+    mesh = open_mesh(Grid(pp=world_size), "cpu")
     mesh.nodes[:] = [f"n{each % num_nodes}" for each in range(world_size)]
     now = time.time
     with mock.patch("time.time", lambda: now() + ahead_s[rank]):
@@ -32,9 +36,13 @@ def refused(rank: int, world_size: int, directories: list[Path], ahead_s: list[f
     return ""
 
 
-def answers(pool: RankPool, directories: list[Path], ahead_s: list[float], num_nodes: int = 3) -> list[str]:
+def answers(
+    pool: RankPool, directories: list[Path], ahead_s: list[float], num_nodes: int = 3
+) -> list[str]:
     found: list[str] = pool.run(refused, 3, directories, ahead_s, num_nodes)
-    assert not [left for directory in set(directories) if directory.exists() for left in directory.iterdir()]
+    assert not [
+        left for directory in set(directories) if directory.exists() for left in directory.iterdir()
+    ]
     return found
 
 
@@ -48,15 +56,27 @@ def test_a_directory_of_a_nodes_own(pool: RankPool, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     told = answers(pool, [shared, own, shared], [0.0] * 3)
-    assert len(set(told)) == 1 and told[0].startswith("n1 does not see the run's directory as rank 0 does: run.dir")
-    assert answers(pool, [shared, own, tmp_path / "none"], [0.0] * 3)[2].startswith("n1 and n2 do not see")
+    assert len(set(told)) == 1 and told[0].startswith(
+        "n1 does not see the run's directory as rank 0 does: run.dir"
+    )
+    assert answers(pool, [shared, own, tmp_path / "none"], [0.0] * 3)[2].startswith(
+        "n1 and n2 do not see"
+    )
 
 
 def test_a_clock_that_is_an_hour_off(pool: RankPool, tmp_path: Path) -> None:
     told = answers(pool, [tmp_path] * 3, [0.0, 0.0, HOUR_S])
-    assert len(set(told)) == 1 and told[0].startswith("the clock of n2 is 3,600.") and "ahead of the others'" in told[0]
+    assert (
+        len(set(told)) == 1
+        and told[0].startswith("the clock of n2 is 3,600.")
+        and "ahead of the others'" in told[0]
+    )
     told = answers(pool, [tmp_path] * 3, [-HOUR_S, 0.0, 0.0])
-    assert len(set(told)) == 1 and told[0].startswith("the clock of n0 is 3,600.") and "behind the others'" in told[0]
+    assert (
+        len(set(told)) == 1
+        and told[0].startswith("the clock of n0 is 3,600.")
+        and "behind the others'" in told[0]
+    )
 
 
 def test_one_node_has_one_clock_and_one_disk(pool: RankPool, tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.doctor import connectivity
-from meshwright.doctor.connectivity import Reachability, _connects, _listening, judge_reach, try_links
+from meshwright.doctor.connectivity import (
+    Reachability,
+    _connects,
+    _listening,
+    judge_reach,
+    try_links,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,11 +26,18 @@ from meshwright.doctor.connectivity import Reachability, _connects, _listening, 
         ([], [], []),
         (
             [("h2", "h1"), ("h1", "h3"), ("h2", "h3")],
-            ["most nodes do not reach each other (h1 - h2, h1 - h3, h2 - h3): ports between nodes must be open"],
+            [
+                "most nodes do not reach each other (h1 - h2, h1 - h3, h2 - h3): ports between"
+                " nodes must be open"
+            ],
             [()],
         ),
         ([("h2", "h3"), ("h3", "h2")], ["the link between h2 and h3 is dead: no connection"], [()]),
-        ([("h2", "h1"), ("h3", "h2")], ["the link of h2 is dead: no connection with h1, h3"], [("h2",)]),
+        (
+            [("h2", "h1"), ("h3", "h2")],
+            ["the link of h2 is dead: no connection with h1, h3"],
+            [("h2",)],
+        ),
         (
             [("h1", "h2"), ("h2", "h3"), ("h2", "h4"), ("h5", "h6")],
             [
@@ -35,8 +48,12 @@ from meshwright.doctor.connectivity import Reachability, _connects, _listening, 
         ),
     ],
 )
-def test_who_is_named(pairs: list[tuple[str, str]], said: list[str], nodes: list[tuple[str, ...]]) -> None:
-    found = judge_reach(Reachability(pairs, [], [f"h{number}" for number in range(1, 4 if len(pairs) == 3 else 8)]))
+def test_who_is_named(
+    pairs: list[tuple[str, str]], said: list[str], nodes: list[tuple[str, ...]]
+) -> None:
+    found = judge_reach(
+        Reachability(pairs, [], [f"h{number}" for number in range(1, 4 if len(pairs) == 3 else 8)])
+    )
     assert [each.text for each in found] == said and [each.nodes for each in found] == nodes
 
 
@@ -44,7 +61,10 @@ def test_two_bad_nodes_one_of_which_is_a_little_better() -> None:
     """h1 reaches none of six, h2 none of five."""
     names = [f"h{number}" for number in range(1, 9)]
     pairs = [("h1", name) for name in names[2:]] + [("h2", name) for name in names[3:]]
-    assert [each.nodes for each in judge_reach(Reachability(pairs, [], names))] == [("h1",), ("h2",)]
+    assert [each.nodes for each in judge_reach(Reachability(pairs, [], names))] == [
+        ("h1",),
+        ("h2",),
+    ]
 
 
 def test_a_node_that_came_and_does_not_answer() -> None:
@@ -57,7 +77,9 @@ def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Re
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    stores = [dist.TCPStore("127.0.0.1", port, 6, rank == 0, wait_for_workers=False) for rank in range(6)]
+    stores = [
+        dist.TCPStore("127.0.0.1", port, 6, rank == 0, wait_for_workers=False) for rank in range(6)
+    ]
     names = threading.local()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(connectivity, "own_address", lambda towards: "127.0.0.1")
@@ -84,7 +106,10 @@ def test_all_nodes_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visited(monkeypatch) == Reachability([], [], ["h0", "h1", "h2"])
 
 
-def test_who_stays_silent_is_told_from_who_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_who_stays_silent_is_told_from_who_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connectivity, "ATTEMPTS_TIMEOUT", timedelta(seconds=2))
     assert visited(monkeypatch, silent=(1,)) == Reachability([], ["h1"], ["h0", "h1", "h2"])
 

@@ -7,14 +7,11 @@ import io
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from meshwright.config import RunConfig
 from meshwright.doctor.rank import UnfitMachineError, expected_of, run_rank
-from meshwright.errors import ConfigError
-from meshwright_launch.pool import RankError, RankPool
+from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import layout, run_config
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 
 def visit(rank: int, world_size: int, config: RunConfig) -> str:
@@ -40,7 +37,7 @@ def test_all_is_well(tmp_path: Path, pool: RankPool) -> None:
 def test_what_is_wrong_is_an_error_of_rank_0(tmp_path: Path, pool: RankPool) -> None:
     """A directory in which nobody can write."""
     config = run_config(tmp_path, Path("/proc/self"), parallel=layout("dp2"), run={"name": "fd"})
-    with pytest.raises(RankError, match="cannot write into the run's directory") as caught:
+    with raises("MW-DOCTOR-002") as caught:
         pool.run(visit, 2, config, timeout_s=120)
     assert isinstance(caught.value.__cause__, UnfitMachineError) and caught.value.rank == 0
 
@@ -52,5 +49,5 @@ def test_what_a_cluster_is_said_to_have(tmp_path: Path) -> None:
     place.write_text("[in_node]\n")
     assert expected_of(place) is None
     place.write_text("[")
-    with pytest.raises(ConfigError, match=r"cluster\.toml: cannot be read", check=has_code("MW-DOCTOR-003")):
+    with raises("MW-DOCTOR-003", "cluster.toml"):
         expected_of(place)

@@ -1,4 +1,6 @@
-"""Forward of one layer of experts and backward of another in turns: their messages travel while the other computes."""
+"""Forward of one layer of experts and backward of another in turns:
+their messages travel while the other computes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def two_layers(group: Group, dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(3)
     layers = [MoE(Router(6, Routing(4, 2)), Experts(4, 6, 5, activation=F.silu)) for _ in range(2)]
     model = nn.Sequential(*layers).to(dtype)
-    infos = {name: ParameterInfo(name, tuple(weight.shape)) for name, weight in model.named_parameters()}
+    infos = {
+        name: ParameterInfo(name, tuple(weight.shape)) for name, weight in model.named_parameters()
+    }
     apply("test", model, {"*.experts": "experts"}, infos, group)
     return model
 
@@ -57,10 +61,14 @@ def take_turns(rank: int, ep: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "all_to_all", post)
         patch.setattr(CollectiveHandle, "wait", waits)
-        mesh.ep.turns.run(lambda: outputs.append(both[0](x[0])), waiting.sum().backward, lambda: lambda: None)
+        mesh.ep.turns.run(
+            lambda: outputs.append(both[0](x[0])), waiting.sum().backward, lambda: lambda: None
+        )
     assert torch.equal(outputs[0], found[0]) and torch.equal(x.grad, of_x)  # type: ignore[arg-type]
     for mine, other in zip(both[1].parameters(), one[1].parameters(), strict=True):
-        assert mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)
+        assert (
+            mine.grad is not None and other.grad is not None and torch.equal(mine.grad, other.grad)
+        )
     close_mesh(mesh)
     return copy.copy(events)
 

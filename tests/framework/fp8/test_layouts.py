@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,20 +17,16 @@ from meshwright.fp8.quantise import Float8Tensor
 from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear
 from meshwright.verify import compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
-from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify.rank import merge
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
 from tests.framework.tensor_parallel.ranks_of_tp import close, drawn, fill, part, tp_group
-from tests.framework.verify.cases import LATER, References, model_config, prove, size_for
+from tests.framework.verify.cases import LATER, References, assert_agrees, model_config, size_for
+from tests.support.marks import long_row
+from tests.support.run import run_broken
 
 FP8 = {"linear": "fp8", "fp8_keep": ["head"]}
 """The models of this file have two blocks, which the default would keep."""
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the tests of this module."""
-    return References()
 
 
 def config_for(model: str, layout: str, **train: Any) -> tuple[RunConfig, int]:
@@ -42,7 +36,11 @@ def config_for(model: str, layout: str, **train: Any) -> tuple[RunConfig, int]:
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "num_kv_heads"),
-    [("tp2,sequence", "float64", 1), LATER("tp4", "bfloat16", 2), LATER("dp2,tp2,zero2", "float64", 1)],
+    [
+        ("tp2,sequence", "float64", 1),
+        LATER("tp4", "bfloat16", 2),
+        LATER("dp2,tp2,zero2", "float64", 1),
+    ],
 )
 def test_more_tp_ranks_than_key_value_heads(
     layout: str, dtype: str, num_kv_heads: int, pool: RankPool, references: References
@@ -50,16 +48,17 @@ def test_more_tp_ranks_than_key_value_heads(
     chosen = parse_layout(layout)
     size = size_for(chosen)
     config = model_config("llama", size, num_kv_heads=num_kv_heads).replace(train=FP8)
-    row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=2, dtype=dtype, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(
+        config, chosen, pool, references, global_batch=size.global_batch, steps=2, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "dtype"),
     [
         ("gpt2", "pp2,tp2,zb_h1,sequence", "float64"),
-        ("llama", "dp2,zero3,full,mbs2", "float64"),
-        ("gpt2", "tp2,sequence,selective", "bfloat16"),
+        long_row("llama", "dp2,zero3,full,mbs2", "float64"),
+        long_row("gpt2", "tp2,sequence,selective", "bfloat16"),
         LATER("llama", "dp2,pp2,tp2", "float64"),
         LATER("t5", "dp2,tp2", "float64"),
         LATER("llama", "tp4,sequence", "float32"),
@@ -72,8 +71,7 @@ def test_numbers_of_one_plain_process(
 ) -> None:
     config, global_batch = config_for(model, layout)
     chosen = parse_layout(layout)
-    row = prove(config, chosen, pool, references, global_batch=global_batch, steps=2, dtype=dtype, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(config, chosen, pool, references, global_batch=global_batch, steps=2, dtype=dtype)
 
 
 @pytest.mark.parametrize("layout", ["cp2", "cp2,tp2,sequence"])
@@ -82,15 +80,7 @@ def test_beside_context_parallelism(layout: str, pool: RankPool, references: Ref
     chosen = parse_layout(layout)
     size = size_for(chosen)._replace(sequence_length=32)
     config = model_config("llama", size).replace(train=FP8)
-    row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=2, twice=False)
-    assert row.passed, "\n".join(row.problems)
-
-
-def patched(change: Callable[[pytest.MonkeyPatch], None], rank: int, *args: Any) -> RankFindings:
-    """``run_layout`` in a rank with a changed quantiser."""
-    with pytest.MonkeyPatch.context() as patch:
-        change(patch)
-        return run_layout(rank, *args)
+    assert_agrees(config, chosen, pool, references, global_batch=size.global_batch, steps=2)
 
 
 def identity(patch: pytest.MonkeyPatch) -> None:
@@ -103,28 +93,33 @@ def scales_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["pp2,tp2,zb_h1,sequence", LATER("dp2,tp2")])
-def test_without_rounding_it_is_the_model_without_fp8(layout: str, pool: RankPool, references: References) -> None:
+def test_without_rounding_it_is_the_model_without_fp8(
+    layout: str, pool: RankPool, references: References
+) -> None:
     """Everything but the rounding to 8 bits, within the bars of a model that has none."""
     config, global_batch = config_for("llama", layout)
     plain = config.replace(train={"linear": "dtype", "fp8_keep": None})
     expected = references.expected(plain, global_batch, 2, "float64").findings
     chosen = parse_layout(layout)
     text = layout_config(config, chosen, global_batch, "float64").model_dump_json()
-    found = merge(pool.run(partial(patched, identity), chosen.size, text, 2, True))
+    found = merge(pool.run(run_broken, chosen.size, identity, text, 2))
     row = compare(layout, found, None, expected, TOLERANCES["float64"])
     assert row.passed, "\n".join(row.problems)
 
 
-def test_scales_that_tp_ranks_do_not_agree_on_are_found(pool: RankPool, references: References) -> None:
+def test_scales_that_tp_ranks_do_not_agree_on_are_found(
+    pool: RankPool, references: References
+) -> None:
     config, global_batch = config_for("llama", "tp2")
     expected = references.expected(config, global_batch, 2, "float64").findings
     text = layout_config(config, parse_layout("tp2"), global_batch, "float64").model_dump_json()
-    found = merge(pool.run(partial(patched, scales_of_its_own), 2, text, 2, True))
+    found = merge(pool.run(run_broken, 2, scales_of_its_own, text, 2))
     row = compare("tp2", found, None, expected, TOLERANCES["float64"])
     assert not row.passed and any("gradients" in problem for problem in row.problems)
 
 
-# ------------------------------------------------------------------------------------------------ operands, bit for bit
+# ------------------------------------------------------------------------------------------------
+# operands, bit for bit
 
 B, S, I, O = 2, 8, 32, 48  # noqa: E741
 
@@ -152,7 +147,9 @@ def bit_equal(found: Float8Tensor, whole: Float8Tensor) -> None:
 
 
 def cut(whole: Float8Tensor, dim: int, rank: int, tp: int) -> Float8Tensor:
-    """The part of a tensor that is quantised in one piece; the scale of a row is that of all its parts."""
+    """Return the part of a tensor that is quantised in one piece;
+    the scale of a row is that of all its parts.
+    """
     along_rows = dim in (-1, whole.codes.dim() - 1)
     exponents = whole.exponents if along_rows else part(whole.exponents, dim, rank, tp)
     return Float8Tensor(part(whole.codes, dim, rank, tp), exponents)
@@ -161,7 +158,10 @@ def cut(whole: Float8Tensor, dim: int, rank: int, tp: int) -> Float8Tensor:
 def operands_rank(rank: int, tp: int, dtype: torch.dtype, sequence: bool) -> None:
     group = tp_group(rank, tp)
     x, gradient = drawn(B, S, I, dtype=dtype), drawn(B, S, O, seed=1, dtype=dtype)
-    x, gradient = x * torch.linspace(0.1, 9, I).to(dtype), gradient * torch.linspace(9, 0.1, O).to(dtype)
+    x, gradient = (
+        x * torch.linspace(0.1, 9, I).to(dtype),
+        gradient * torch.linspace(9, 0.1, O).to(dtype),
+    )
     plain = fill(nn.Linear(I, O, bias=False, dtype=dtype))
     plain.__class__ = Fp8Linear
     whole_x, whole_w, whole_dy, whole_wt = operands(plain, x, gradient)
@@ -169,13 +169,17 @@ def operands_rank(rank: int, tp: int, dtype: torch.dtype, sequence: bool) -> Non
     def along_sequence(whole: Tensor) -> Tensor:
         return part(whole, 1, rank, tp) if sequence else whole
 
-    found = operands(ColumnLinear(plain, group, sequence), along_sequence(x), part(gradient, 2, rank, tp))
+    found = operands(
+        ColumnLinear(plain, group, sequence), along_sequence(x), part(gradient, 2, rank, tp)
+    )
     expected_x = found[0].codes.shape[1] != S
     bit_equal(found[0], cut(whole_x, 1, rank, tp) if expected_x else whole_x)
     bit_equal(found[1], cut(whole_w, 0, rank, tp))
     bit_equal(found[2], cut(whole_dy, 2, rank, tp))
     bit_equal(found[3], cut(whole_wt, 1, rank, tp))
-    found = operands(RowLinear(plain, group, sequence), part(x, 2, rank, tp), along_sequence(gradient))
+    found = operands(
+        RowLinear(plain, group, sequence), part(x, 2, rank, tp), along_sequence(gradient)
+    )
     bit_equal(found[0], cut(whole_x, 2, rank, tp))
     bit_equal(found[1], cut(whole_w, 1, rank, tp))
     bit_equal(found[2], whole_dy)
@@ -183,8 +187,12 @@ def operands_rank(rank: int, tp: int, dtype: torch.dtype, sequence: bool) -> Non
     linear_gradients(plain, group, sequence, x, gradient)
 
 
-def linear_gradients(plain: nn.Linear, group: Any, sequence: bool, x: Tensor, gradient: Tensor) -> None:
-    """Outputs and gradients of a column are the parts of the plain linear's, up to the sum over tp."""
+def linear_gradients(
+    plain: nn.Linear, group: Any, sequence: bool, x: Tensor, gradient: Tensor
+) -> None:
+    """Outputs and gradients of a column are the parts of the plain linear's,
+    up to the sum over tp.
+    """
     if x.dtype != torch.float64:
         return
     rank, tp = group.rank, group.size
@@ -209,18 +217,23 @@ def test_operands_are_bit_equal(dtype: torch.dtype, sequence: bool, pool: RankPo
     pool.run(operands_rank, 4, dtype, sequence)
 
 
-# -------------------------------------------------------------------------------------------------------- on the wire
+# --------------------------------------------------------------------------------------------------------
+# on the wire
 
 
 def wire_rank(rank: int, tp: int) -> None:
-    """A column under sequence parallelism gathers bytes and exponents, twice; partial input gradients stay as wide."""
+    """A column under sequence parallelism gathers bytes and exponents, twice;
+    partial input gradients stay as wide.
+    """
     group = tp_group(rank, tp)
     plain = fill(nn.Linear(I, O, bias=False, dtype=torch.bfloat16))
     plain.__class__ = Fp8Linear
     column = ColumnLinear(plain, group, True)
     x = drawn(B, S // tp, I, dtype=torch.bfloat16).requires_grad_()
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         y = column(x)
     y.backward(torch.ones_like(y))
     share = (tp - 1) / tp

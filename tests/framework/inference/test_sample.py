@@ -1,4 +1,6 @@
-"""How a token is chosen: temperature, the likeliest few, and those that have the probability together."""
+"""How a token is chosen: temperature, the likeliest few,
+and those that have the probability together.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_shares_are_those_of_the_softmax() -> None:
 
 def test_a_low_temperature_sharpens_them() -> None:
     found = drawn(SamplingRequest(("x",), temperature=0.5, top_k=0))
-    assert found[0] / 2000 == pytest.approx(0.25 / (0.25 + 0.09 + 0.0225 + 0.0016 + 0.0001), abs=0.04)
+    assert found[0] / 2000 == pytest.approx(
+        0.25 / (0.25 + 0.09 + 0.0225 + 0.0016 + 0.0001), abs=0.04
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,9 +62,14 @@ def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) 
 
 
 def test_the_last_bits_of_equal_tokens_choose_no_other() -> None:
-    """Rows of the head that are equal, such as those of added tokens: their logits differ by the layout's rounding."""
+    """Rows of the head that are equal, such as those of added tokens:
+    their logits differ by the layout's rounding.
+    """
     logits = torch.tensor([[1.0, 4.0, 9.0, 9.0, 9.0, 4.0, 4.0, 2.0]])
-    greedy, few = SamplingRequest(("x",), temperature=0), SamplingRequest(("x",), temperature=1e9, top_k=5)
+    greedy, few = (
+        SamplingRequest(("x",), temperature=0),
+        SamplingRequest(("x",), temperature=1e9, top_k=5),
+    )
     for seed in range(20):
         noise = 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
         assert drawn(greedy, 1, logits * (1 + noise)) == {2: 1}
@@ -77,7 +86,9 @@ def test_a_token_at_the_limit_of_the_mass_is_beyond_it() -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-30, 1e-12])
 def test_a_tiny_temperature_takes_the_likeliest(temperature: float) -> None:
     logits = LOGITS.flip(-1) * 100 + torch.arange(5)
-    assert drawn(SamplingRequest(("x",), temperature=temperature, top_k=0), 20, logits) == {int(logits.argmax()): 20}
+    assert drawn(SamplingRequest(("x",), temperature=temperature, top_k=0), 20, logits) == {
+        int(logits.argmax()): 20
+    }
 
 
 @pytest.mark.parametrize("top_p", [1e-320, 1e-45, 1e-9])
@@ -90,7 +101,9 @@ def test_each_row_draws_by_itself() -> None:
     ask = SamplingRequest(("x", "y"), temperature=1)
     rows = torch.cat([LOGITS, LOGITS.flip(-1)])
     for seed in range(5):
-        together = choose(rows, ask, [torch.Generator().manual_seed(seed), torch.Generator().manual_seed(99)])
+        together = choose(
+            rows, ask, [torch.Generator().manual_seed(seed), torch.Generator().manual_seed(99)]
+        )
         assert int(together[0]) == int(choose(LOGITS, ask, [torch.Generator().manual_seed(seed)]))
 
 
@@ -103,7 +116,13 @@ def test_a_document_begins_after_each_end() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "found"),
-    [([[1]], set()), ([{"a": 1}, 7, "8", None, True, 2.0], {7}), (7, {7}), ({"7": 1}, set()), (True, set())],
+    [
+        ([[1]], set()),
+        ([{"a": 1}, 7, "8", None, True, 2.0], {7}),
+        (7, {7}),
+        ({"7": 1}, set()),
+        (True, set()),
+    ],
 )
 def test_other_files_of_a_tokenizer_are_data(ids: object, found: set[int], tmp_path: Path) -> None:
     """A downloaded generation_config.json may hold anything."""
@@ -114,13 +133,17 @@ def test_other_files_of_a_tokenizer_are_data(ids: object, found: set[int], tmp_p
 
 
 def test_a_prompt_is_encoded_as_documents_were(tmp_path: Path) -> None:
-    """Whatever the tokenizer puts around a text by itself, or cuts off: a corpus has --bos before it, or nothing."""
+    """Whatever the tokenizer puts around a text by itself, or cuts off:
+    a corpus has --bos before it, or nothing.
+    """
     file = write_lines(tmp_path / "a.jsonl", [{"text": "hello"}])
     folder = bytes_tokenizer(tmp_path / "tokenizer")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     first, last = tokenizer.token_to_id("<s>"), tokenizer.token_to_id(END)
-    tokenizer.post_processor = TemplateProcessing(single=f"<s> $A {END}", special_tokens=[("<s>", first), (END, last)])
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"<s> $A {END}", special_tokens=[("<s>", first), (END, last)]
+    )
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,6 @@
-"""The dropout kernel against the plain code: bit-equal outputs and gradients, and where it is taken."""
+"""The dropout kernel against the plain code: bit-equal outputs and gradients,
+and where it is taken.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshwright import seeding
-from meshwright.seeding import Draw, SeededDropout, restart_calls
+from meshwright.current import CurrentMicrobatch
+from meshwright.seeding import SeededDropout, restart_calls
 
 SAMPLES = [0, 7, 2**40 + 3, 2**62 + 5]
 Shard = tuple[int, int, int] | None
@@ -26,7 +29,7 @@ CASES: list[tuple[tuple[int, ...], Shard]] = [
 
 
 def dropout(shard: Shard = None, p: float = 0.3) -> SeededDropout:
-    found = SeededDropout(p, 3, "block0.after_mlp", Draw(torch.tensor(SAMPLES)))
+    found = SeededDropout(p, 3, "block0.after_mlp", CurrentMicrobatch(torch.tensor(SAMPLES)))
     found.shard = shard
     return found.train()
 
@@ -43,14 +46,22 @@ def calls(module: SeededDropout, x: Tensor, upstream: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("shape", "shard"), CASES)
 def test_bits_are_those_of_the_plain_code(
-    shape: tuple[int, ...], shard: Shard, dtype: torch.dtype, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...],
+    shard: Shard,
+    dtype: torch.dtype,
+    on_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Elements, samples over all 63 bits, and slices of a dim that are shorter or longer than a program."""
+    """Elements, samples over all 63 bits,
+    and slices of a dim that are shorter or longer than a program.
+    """
     torch.manual_seed(0)
     x, upstream = torch.randn(2, 4, *shape).to(dtype)
     taken: list[int] = []
     real = seeding.dropout.drop_elements
-    monkeypatch.setattr("meshwright.kernels.dropout.drop_elements", lambda *a: taken.append(1) or real(*a))
+    monkeypatch.setattr(
+        "meshwright.kernels.dropout.drop_elements", lambda *a: taken.append(1) or real(*a)
+    )
     found = calls(dropout(shard), x, upstream)
     assert len(taken) == 2
     monkeypatch.setattr("meshwright.kernels.DEVICES", set())
@@ -73,7 +84,9 @@ def test_nothing_is_kept_for_backward_but_samples_and_key(on_cpu: None) -> None:
 
 
 def test_it_is_taken_on_devices_of_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in float64, nor without tools, nor in a compiled layer: there the compiler fuses the plain code."""
+    """Neither in float64, nor without tools, nor in a compiled layer:
+    there the compiler fuses the plain code.
+    """
     given: list[Any] = []
 
     def record(x: Tensor, *others: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """The kernels of quantisation against the plain code, on values that float8 holds.
 
-Triton's interpreter rounds to float8 in another way than a GPU; tests/gpu/test_fp8.py compares rounded codes.
+Triton's interpreter rounds to float8 in another way than a GPU; tests/gpu/test_fp8.py compares
+rounded codes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from meshwright.kernels import float8
 
 
 def held(*shape: int, dtype: torch.dtype, along: int = -1) -> Tensor:
-    """Values of float8, each row (or column) times a power of two of its own; the first row has zeros alone."""
+    """Values of float8, each row (or column) times a power of two of its own;
+    the first row has zeros alone.
+    """
     codes = torch.randint(-448, 449, shape, generator=torch.Generator().manual_seed(1)).float()
     values = codes.to(torch.float8_e4m3fn).float().movedim(along, -1)
-    values = values * 2.0 ** (torch.arange(values[..., 0].numel()).view(*values.shape[:-1], 1) % 17 - 14)
+    values = values * 2.0 ** (
+        torch.arange(values[..., 0].numel()).view(*values.shape[:-1], 1) % 17 - 14
+    )
     values[..., 0, :] = 0.0
     return values.movedim(-1, along).to(dtype).contiguous()
 
@@ -30,20 +35,28 @@ def as_bytes(codes: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 17), (2, 3, 130), (40, 200), (2, float8.LONGEST_ROW + 100)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_same_bits(shape: tuple[int, ...], dtype: torch.dtype, transposed: bool, interpreter: None) -> None:
+def test_same_bits(
+    shape: tuple[int, ...], dtype: torch.dtype, transposed: bool, interpreter: None
+) -> None:
     x = held(*shape, dtype=dtype, along=-2 if transposed else -1)
     x = x.transpose(-1, -2) if transposed else x
     exponents = plain._exponents(x)
     codes = as_bytes(plain._codes(x, exponents))
     found, of_rows = float8.quantise(x)
     assert torch.equal(of_rows, exponents) and torch.equal(float8.exponents(x), exponents)
-    assert torch.equal(as_bytes(found), codes) and torch.equal(as_bytes(float8.encode(x, exponents)), codes)
+    assert torch.equal(as_bytes(found), codes) and torch.equal(
+        as_bytes(float8.encode(x, exponents)), codes
+    )
     assert torch.equal(float8.decode(found, exponents, torch.float32), x.float())
 
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "expected"),
-    [(torch.bfloat16, (9, 0), True), (torch.float64, (9, 0), False), (torch.bfloat16, (8, 0), False)],
+    [
+        (torch.bfloat16, (9, 0), True),
+        (torch.float64, (9, 0), False),
+        (torch.bfloat16, (8, 0), False),
+    ],
 )
 def test_where_they_are_taken(
     dtype: torch.dtype, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""The kernels as machine code of three generations of GPUs, without one: Triton and its assembler accept them."""
+"""The kernels as machine code of three generations of GPUs, without one:
+Triton and its assembler accept them.
+"""
 
 from __future__ import annotations
 

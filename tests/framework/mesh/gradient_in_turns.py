@@ -1,6 +1,8 @@
-"""A forward that takes a gradient, in turns with a backward, on the stub CUDA device: a process of its own.
+"""A forward that takes a gradient, in turns with a backward, on the stub CUDA device:
+a process of its own.
 
-``python -m tests.framework.mesh.gradient_in_turns LIBRARY`` prints the order. If it blocks, it ends with the stacks.
+``python -m tests.framework.mesh.gradient_in_turns LIBRARY`` prints the order. If it blocks, it ends
+with the stacks.
 """
 
 from __future__ import annotations
@@ -67,4 +69,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)  # autograd's thread may still be freeing tensors: at interpreter shutdown it would abort
+    # autograd's thread may still be freeing tensors: at interpreter shutdown it would abort
+    leave(0)

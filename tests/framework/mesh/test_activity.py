@@ -1,4 +1,6 @@
-"""What a rank tells of itself while it waits, as another thread sees it; and the board on which ranks leave notes."""
+"""What a rank tells of itself while it waits, as another thread sees it;
+and the board on which ranks leave notes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def operations(mesh: Mesh) -> dict[str, Callable[[], object]]:
 
 def told_while_waiting(rank: int, world_size: int) -> list[tuple[Waits | None, int]]:
     """Rank 1 comes to each only when rank 0 has been seen to wait, and has said so on the board."""
-    mesh = open_mesh(Grid(2, 1, 1), "cpu")
+    mesh = open_mesh(Grid(pp=2), "cpu")
     board = mesh.open_store()
     assert board is not None
     found: list[tuple[Waits | None, int]] = []
@@ -76,7 +78,13 @@ def told_while_waiting(rank: int, world_size: int) -> list[tuple[Waits | None, i
     return found
 
 
-def _look(mesh: Mesh, board: NoteStore, name: str, found: list[tuple[Waits | None, int]], deadline_s: float) -> None:
+def _look(
+    mesh: Mesh,
+    board: NoteStore,
+    name: str,
+    found: list[tuple[Waits | None, int]],
+    deadline_s: float,
+) -> None:
     while (told := mesh.activity.snapshot()).waits is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     found.append((told.waits, 0 if told.waits is None else told.posted.get(told.waits.key, 0)))
@@ -86,8 +94,17 @@ def _look(mesh: Mesh, board: NoteStore, name: str, found: list[tuple[Waits | Non
 def test_who_waits_says_for_whom(pool: RankPool) -> None:
     (found, _) = pool.run(told_while_waiting, 2)
     (reduced, first), (met, second), (gathered, alone), (came, _) = found
-    assert reduced[:4] == ("collective", (1,), "all-reduce of (3,)", "world") and first == reduced.number
-    assert met[:4] == ("collective", (1,), "barrier", "world") and second == met.number == reduced.number + 1
-    assert gathered[:4] == ("collective", (1,), "gathering of small values", "pp") and alone == gathered.number == 1
+    assert (
+        reduced[:4] == ("collective", (1,), "all-reduce of (3,)", "world")
+        and first == reduced.number
+    )
+    assert (
+        met[:4] == ("collective", (1,), "barrier", "world")
+        and second == met.number == reduced.number + 1
+    )
+    assert (
+        gathered[:4] == ("collective", (1,), "gathering of small values", "pp")
+        and alone == gathered.number == 1
+    )
     assert gathered.key != met.key
     assert came == Waits("receive", (1,), "0RECV_B2")

@@ -1,4 +1,6 @@
-"""Links of a pipeline: rounds of disjoint pairs, and messages that find their way whatever groups were made before."""
+"""Links of a pipeline: rounds of disjoint pairs,
+and messages that find their way whatever groups were made before.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,20 @@ def test_a_round_holds_each_rank_once_and_there_are_few_rounds(pp: int) -> None:
 
 
 def test_only_links_that_a_schedule_uses() -> None:
-    assert links_of([lower(build("1f1b", 4, 2))]) == links_of([lower(build("zb_v", 4, 2, 2))]) == chain(4)
+    assert (
+        links_of([lower(build("1f1b", 4, 2))])
+        == links_of([lower(build("zb_v", 4, 2, 2))])
+        == chain(4)
+    )
     assert links_of([lower(build("interleaved_1f1b", 4, 2, 2))]) == ring(4)
     assert links_of([lower(build("interleaved_1f1b", 1, 2, 2))]) == set()
 
 
 def received(rank: int, world_size: int) -> list[float]:
-    """Open the links of three stages after a group that not all ranks are in, twice; send forth and back."""
-    mesh = open_mesh(Grid(3, 2, 1), "cpu", timeout_s=20.0)
+    """Open the links of three stages after a group that not all ranks are in, twice;
+    send forth and back.
+    """
+    mesh = open_mesh(Grid(pp=3, dp=2), "cpu", timeout_s=20.0)
     mesh.stage_group([0, 2])
     mesh.open_links(chain(3))
     mesh.stage_group([0, 1])
@@ -50,7 +58,10 @@ def received(rank: int, world_size: int) -> list[float]:
         inbox = torch.zeros(2)
         to, of = (pp.rank + step) % 3, (pp.rank - step) % 3
         messages = (torch.full((2,), 10.0 * rank + step), to, True), (inbox, of, False)
-        handles = [pp.transfer([tensor], peer, sends, lambda: "a message") for tensor, peer, sends in messages]
+        handles = [
+            pp.transfer([tensor], peer, sends, lambda: "a message")
+            for tensor, peer, sends in messages
+        ]
         for handle in filter(None, handles):
             handle.wait()
         found.append(float(inbox[1]))
@@ -68,7 +79,7 @@ def test_messages_arrive_after_groups_of_some_ranks(pool: RankPool) -> None:
 
 
 def test_directions_have_communicators_of_their_own() -> None:
-    with fake_mesh(Grid(4, 2, 1), 2) as mesh:
+    with fake_mesh(Grid(pp=4, dp=2), 2) as mesh:
         pp = mesh.open_links(chain(4))
         assert sorted(pp.links) == [(0, 1), (1, 0), (1, 2), (2, 1)]
         assert len({link.process_group for link in pp.links.values()}) == 4

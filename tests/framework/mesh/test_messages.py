@@ -1,4 +1,6 @@
-"""Small values between ranks: the same Python objects come out, and nothing that arrives can name code."""
+"""Small values between ranks: the same Python objects come out,
+and nothing that arrives can name code.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.errors import CommunicationError
 from meshwright.mesh.messages import decode, encode
-from tests.support.errors import has_code
+from tests.support.errors import raises
 from tests.support.sources import files
 
 ROOT = Path(__file__).parents[3]
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: (
-        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.tuples(st.integers()), inner)
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.tuples(st.integers()), inner)
     ),
     max_leaves=20,
 )
@@ -85,20 +88,24 @@ class Payload:
     ],
 )
 def test_other_messages_are_refused(message: bytes) -> None:
-    with pytest.raises(CommunicationError, match="cannot be read", check=has_code("MW-MESH-012")):
+    with raises("MW-MESH-012"):
         decode(message)
 
 
 def test_a_pickle_is_no_message(tmp_path: Path) -> None:
-    with pytest.raises(CommunicationError, check=has_code("MW-MESH-012")):
+    with raises("MW-MESH-012"):
         decode(pickle.dumps(Payload(tmp_path / "ran")))
     assert not (tmp_path / "ran").exists()
 
 
 PICKLES = {
-    "launch/meshwright_launch/pool.py": "parent and child over an inherited pipe, of which no third process has an end",
+    "launch/meshwright_launch/pool.py": (
+        "parent and child over an inherited pipe, of which no third process has an end"
+    ),
     "launch/meshwright_launch/worker.py": "the child's end of that pipe",
-    "framework/meshwright/data/worker_process.py": "rank and worker process over two such pipes (data.processes)",
+    "framework/meshwright/data/worker_process.py": (
+        "rank and worker process over two such pipes (data.processes)"
+    ),
     "framework/meshwright/data/worker_main.py": "the worker's ends of those pipes",
 }
 UNPICKLES = re.compile(
@@ -106,6 +113,7 @@ UNPICKLES = re.compile(
 )
 
 
+@pytest.mark.long
 def test_nothing_else_unpickles() -> None:
     """What comes from another rank, a file or a socket is JSON or a tensor."""
     found = {
@@ -117,7 +125,7 @@ def test_nothing_else_unpickles() -> None:
 
 
 def _code(file: Path) -> list[str]:
-    """The lines of a file without its docstrings and texts."""
+    """Return the lines of a file without its docstrings and texts."""
     import ast
 
     tree = ast.parse(file.read_text())

@@ -23,11 +23,11 @@ pipeline           2 replicas of 2 pipeline ranks, first to last:
 
 
 def test_eight_ranks() -> None:
-    assert draw_placement(Grid(2, 2, 2), nodes_of(2, 4)) == EIGHT
+    assert draw_placement(Grid(pp=2, dp=2, tp=2), nodes_of(2, 4)) == EIGHT
 
 
 def test_every_rank_of_four_nodes_stands_in_its_row() -> None:
-    grid = Grid(2, 8, 2)
+    grid = Grid(pp=2, dp=8, tp=2)
     text = draw_placement(grid, nodes_of(4, 8))
     rows = re.findall(r"│ pp(\d+) +dp(\d+) +tp +(\d+) +(\d+) +│", text)
     assert sorted(int(rank) for row in rows for rank in row[2:]) == list(range(32))
@@ -41,17 +41,21 @@ def test_every_rank_of_four_nodes_stands_in_its_row() -> None:
 
 
 def test_two_thousand_nodes_fit_a_screen() -> None:
-    text = draw_placement(Grid(16, 128, 8), nodes_of(2048, 8))
+    text = draw_placement(Grid(pp=16, dp=128, tp=8), nodes_of(2048, 8))
     lines = text.splitlines()
     assert len(lines) < 50 and max(map(len, lines)) <= WIDTH
-    assert "16,384 ranks on 2,048 nodes of 8" in text and "2,040 more nodes" in text and "124 more replicas" in text
+    assert (
+        "16,384 ranks on 2,048 nodes of 8" in text
+        and "2,040 more nodes" in text
+        and "124 more replicas" in text
+    )
     assert "pp15 dp127  tp  16376-16383" in text
 
 
 def test_what_is_off_and_what_straddles_is_said() -> None:
-    alone = draw_placement(Grid(1, 1, 1), ["here"])
+    alone = draw_placement(Grid(), ["here"])
     assert "1 rank on 1 node" in alone and alone.count(" off") == 3
-    across = draw_placement(Grid(1, 1, 4), ["a", "a", "b", "b"])
+    across = draw_placement(Grid(tp=4), ["a", "a", "b", "b"])
     assert "ACROSS up to 2 nodes" in across and "pp0 dp0  tp2-3  2 3" in across
-    uneven = draw_placement(Grid(1, 3, 1), ["a", "b", "a"])
+    uneven = draw_placement(Grid(dp=3), ["a", "b", "a"])
     assert "on 2 nodes of 1 or 2" in uneven and "┌ a: ranks 0 2" in uneven

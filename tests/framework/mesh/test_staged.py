@@ -13,8 +13,16 @@ from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.step import take_step
 from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankPool
+from tests.support.marks import long_row
 
-SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+}
 
 
 def config(**parallel: int) -> RunConfig:
@@ -34,7 +42,7 @@ def config(**parallel: int) -> RunConfig:
 def losses(rank: int, world_size: int, text: str, stages: bool) -> list[float]:
     """Of three steps of a layout whose messages do, or do not, go through copies."""
     found = parse(text)
-    mesh = open_mesh(Grid(*found.parallel.degrees), "cpu", share_devices=True)
+    mesh = open_mesh(Grid.of(found.parallel.degrees), "cpu", share_devices=True)
     mesh.pp.stages_messages = stages
     parts = build(found, mesh, (open_verify_source(found, random_tokens=True), None))
     taken = [take_step(parts).loss for _ in range(3)]
@@ -42,7 +50,7 @@ def losses(rank: int, world_size: int, text: str, stages: bool) -> list[float]:
     return taken
 
 
-@pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [long_row({"pp": 2}), long_row({"tp": 2}), {"dp": 2}], ids=str)
 def test_staged_messages_change_no_bit(pool: RankPool, parallel: dict[str, int]) -> None:
     text = config(**parallel).model_dump_json()
     plain, staged = (pool.run(losses, 2, text, stages) for stages in (False, True))
@@ -50,12 +58,16 @@ def test_staged_messages_change_no_bit(pool: RankPool, parallel: dict[str, int])
 
 
 def exchanged(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """(the sent tensor, what has arrived before and after the wait), the sent one being overwritten at once."""
-    mesh = open_mesh(Grid(2, 1, 1), "cpu")
+    """(the sent tensor, what has arrived before and after the wait),
+    the sent one being overwritten at once.
+    """
+    mesh = open_mesh(Grid(pp=2), "cpu")
     mesh.pp.stages_messages = True
     ours, arriving = torch.full((3,), rank + 1.0), torch.zeros(3)
     other = 1 - mesh.rank
-    sent, received = mesh.pp.exchange([Transfer(ours, other, True), Transfer(arriving, other, False)], lambda: "")
+    sent, received = mesh.pp.exchange(
+        [Transfer(ours, other, True), Transfer(arriving, other, False)], lambda: ""
+    )
     ours.fill_(-1.0)
     before = arriving.tolist()
     received.wait()

@@ -10,7 +10,7 @@ from meshwright_launch.pool import RankPool
 
 
 def limits_of_groups(rank: int, world_size: int) -> dict[str, float]:
-    mesh = open_mesh(Grid(2, 2, 1), "cpu", timeout_s=77.0)
+    mesh = open_mesh(Grid(pp=2, dp=2), "cpu", timeout_s=77.0)
     groups = [mesh.pp, mesh.replicas, mesh.stage_group([0, 1])]
     found = {}
     for group in groups:

@@ -7,13 +7,12 @@ import os
 import pytest
 import torch
 
-from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.device import ALLOCATOR_VARIABLES, RECORDER_VARIABLES, pick_device
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
 from meshwright.terminal.output import abridge
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -36,7 +35,10 @@ def test_traffic_is_summed_by_group() -> None:
     ):
         traffic.add(group, operation, size, message_bytes)
     assert traffic.counts["dp", "all_gather"] == (2, 200.0)
-    assert (traffic.counts["dp", "send"], traffic.counts["dp_shard", "all_gather"]) == ((1, 7.0), (1, 750.0))
+    assert (traffic.counts["dp", "send"], traffic.counts["dp_shard", "all_gather"]) == (
+        (1, 7.0),
+        (1, 750.0),
+    )
 
 
 def test_a_sum_of_one_rank_is_finished_too() -> None:
@@ -60,14 +62,18 @@ def test_a_rank_picks_the_device_of_its_number(gpus: pytest.MonkeyPatch) -> None
     gpus.setattr(torch.cuda, "device_count", lambda: 4)
     assert str(pick_device("auto", 3)) == str(pick_device("cuda", 3)) == "cuda:3"
     assert str(pick_device("cpu", 3)) == "cpu"
-    with pytest.raises(MeshError, match="local rank 4 has no GPU of its own: 4 visible", check=has_code("MW-MESH-011")):
+    with raises("MW-MESH-011", "local rank 4", "4 visible"):
         pick_device("auto", 4)
-    assert [str(pick_device("auto", each, share=True)) for each in (3, 4, 9)] == ["cuda:3", "cuda:0", "cuda:1"]
+    assert [str(pick_device("auto", each, share=True)) for each in (3, 4, 9)] == [
+        "cuda:3",
+        "cuda:0",
+        "cuda:1",
+    ]
 
 
 def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.MonkeyPatch) -> None:
     gpus.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(MeshError, match="1 visible", check=has_code("MW-MESH-011")):
+    with raises("MW-MESH-011", "1 visible"):
         pick_device("cuda", 3)
     gpus.setenv("SLURM_PROCID", "3")
     assert str(pick_device("cuda", 3)) == "cuda:0"
@@ -76,7 +82,9 @@ def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.M
 
 
 def test_segments_grow_unless_the_user_has_set_the_allocator(gpus: pytest.MonkeyPatch) -> None:
-    """In the environment before the rank's first call that makes a context, and in no rank on CPU."""
+    """In the environment before the rank's first call that makes a context,
+    and in no rank on CPU.
+    """
     seen: list[dict[str, str]] = []
     gpus.setattr(torch.cuda, "device_count", lambda: 1)
     gpus.setattr(torch.cuda, "set_device", lambda device: seen.append(allocator_settings()))

@@ -1,4 +1,6 @@
-"""Two computations in turns: their order, their state, and what becomes of one when the other fails."""
+"""Two computations in turns: their order, their state,
+and what becomes of one when the other fails.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def paused(turns: Turns, said: list[str], name: str, times: int) -> Callable[[],
         (1, 3, "a0 b0 a ends b1 b2 b ends"),
     ],
 )
-def test_turns_alternate_and_the_longer_one_goes_on_alone(first: int, second: int, order: str) -> None:
+def test_turns_alternate_and_the_longer_one_goes_on_alone(
+    first: int, second: int, order: str
+) -> None:
     turns, said = Turns(), list[str]()
     turns.pause()  # of no pair
     for _ in range(3):  # one thread serves them all
@@ -128,10 +132,17 @@ def test_backward_pauses_inside_autograd() -> None:
     assert torch.equal(x.grad, 2 * x.detach().cos())  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own")
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own"
+)
 def test_a_forward_may_take_a_gradient_on_cuda(tmp_path: Path) -> None:
     """Autograd has one thread for the device, which a paused backward would keep."""
     done = run_child("tests.framework.mesh.gradient_in_turns", compile_library(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["backward pauses", "forward has its gradient", "backward goes on"]
+    assert done.stdout.splitlines() == [
+        "backward pauses",
+        "forward has its gradient",
+        "backward goes on",
+    ]

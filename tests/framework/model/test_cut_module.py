@@ -1,4 +1,6 @@
-"""The recipe that cuts a module at its nn.ModuleList, as the message prints it: the same outputs and gradients."""
+"""The recipe that cuts a module at its nn.ModuleList, as the message prints it:
+the same outputs and gradients.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.model.cut_recipe import cut_at_lists
 from tests.support import whole_models
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 BODIES = {
     "gpt": (
@@ -23,22 +24,35 @@ BODIES = {
         "self.lm_head(self.transformer_ln_f(x))",
     ),
     "vit": (
-        "torch.cat((self.cls.expand(len(x), -1, -1), self.patch(x).flatten(2).mT), dim=1) + self.positions",
+        (
+            "torch.cat((self.cls.expand(len(x), -1, -1), self.patch(x).flatten(2).mT), dim=1) +"
+            " self.positions"
+        ),
         "self.head(self.norm(x)[:, 0])",
     ),
 }
-"""What a user writes in place of the two ``...``: the module's forward before and after its blocks."""
-TIED = {"gpt": [("0.transformer_wte.weight", f"{whole_models.DEPTH + 1}.lm_head.weight")], "vit": []}
+"""What a user writes in place of the two ``...``:
+the module's forward before and after its blocks.
+"""
+TIED = {
+    "gpt": [("0.transformer_wte.weight", f"{whole_models.DEPTH + 1}.lm_head.weight")],
+    "vit": [],
+}
 
 
 def cut(how: str) -> dict[str, Any]:
     """Return the names that the message's lines define, with the forward's code filled in."""
-    with pytest.raises(ModelError, check=has_code("MW-MODEL-004")) as caught:
+    with raises("MW-MODEL-004") as caught:
         build_model("tests.support.whole_models:build", {"how": how}, 7)
     _, _, lines = str(caught.value).partition("\n\n")
     for body in BODIES[how]:
         lines = lines.replace("lambda self, x: ...", f"lambda self, x: {body}", 1)
-    names: dict[str, Any] = {"torch": torch, "nn": nn, "GPT": whole_models.GPT, "ViT": whole_models.ViT}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "nn": nn,
+        "GPT": whole_models.GPT,
+        "ViT": whole_models.ViT,
+    }
     exec(lines, names)
     return names
 
@@ -63,7 +77,10 @@ def test_the_printed_recipe_is_the_module(how: str, monkeypatch: pytest.MonkeyPa
         F.cross_entropy(output.flatten(0, -2), torch.arange(output[..., 0].numel()) % 10).backward()
     of_whole, of_layers = list(whole.parameters()), list(layers.parameters())
     assert len(of_whole) == len(of_layers)
-    by_size = [sorted(p.grad.flatten().tolist() for p in each if p.grad is not None) for each in (of_whole, of_layers)]
+    by_size = [
+        sorted(p.grad.flatten().tolist() for p in each if p.grad is not None)
+        for each in (of_whole, of_layers)
+    ]
     assert by_size[0] == by_size[1]
 
     def build() -> nn.Sequential:
@@ -80,7 +97,7 @@ def test_the_printed_recipe_is_the_module(how: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_has_no_list_gets_no_recipe() -> None:
-    with pytest.raises(ModelError, match=r"head\) \[MW", check=has_code("MW-MODEL-004")):
+    with raises("MW-MODEL-004", "head"):
         build_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, 7)
 
 
@@ -101,11 +118,24 @@ def blocks() -> nn.ModuleList:
     ("model", "shown"),
     [
         (
-            Holder(features=nn.Sequential(nn.Linear(2, 2), Holder(blocks=blocks()), nn.Linear(2, 2)), head=nn.ReLU()),
-            ["features_0=m.features[0]", "*m.features[1].blocks,", "features_2=m.features[2], head=m.head"],
+            Holder(
+                features=nn.Sequential(nn.Linear(2, 2), Holder(blocks=blocks()), nn.Linear(2, 2)),
+                head=nn.ReLU(),
+            ),
+            [
+                "features_0=m.features[0]",
+                "*m.features[1].blocks,",
+                "features_2=m.features[2], head=m.head",
+            ],
         ),
-        (Holder(stages=nn.ModuleDict({"1-a": Holder(blocks=blocks())})), ["*getattr(m.stages, '1-a').blocks"]),
-        (Holder(**{"0": nn.ReLU(), "class": nn.ReLU(), "l": blocks()}), ["_0=getattr(m, '0')", "_class=getattr(m, "]),
+        (
+            Holder(stages=nn.ModuleDict({"1-a": Holder(blocks=blocks())})),
+            ["*getattr(m.stages, '1-a').blocks"],
+        ),
+        (
+            Holder(**{"0": nn.ReLU(), "class": nn.ReLU(), "l": blocks()}),
+            ["_0=getattr(m, '0')", "_class=getattr(m, "],
+        ),
         (
             Holder(a=Holder(b=nn.ReLU(), l=blocks()), a_b=nn.ReLU(), run=nn.ReLU()),
             ["a_b=m.a.b", "a_b=m.a_b, _run=m.run"],

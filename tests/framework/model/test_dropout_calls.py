@@ -1,4 +1,6 @@
-"""A dropout module that is called several times in one forward: another mask for each call, the same in all layouts."""
+"""A dropout module that is called several times in one forward: another mask for each call,
+the same in all layouts.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.build import build
+from meshwright.config.combinations.layout import parse_layout
+from meshwright.current import CurrentMicrobatch
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import StepFeed
-from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
-from meshwright.verify.layouts import layout_config, parse_layout
+from meshwright.seeding import GOLDEN, SeededDropout, keep_mask, key_of, restart_calls
+from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import open_verify_source
 from tests.framework.verify.cases import config_of
 
@@ -34,9 +38,12 @@ class Often(nn.Module):
 
 
 def often(vocab_size: int = 17, width: int = 8, calls: int = 3) -> nn.Sequential:
-    """Two layers that call their dropouts so often."""
+    """Return two layers that call their dropouts so often."""
     layers = nn.Sequential(
-        nn.Embedding(vocab_size, width), Often(width, calls), Often(width, calls), nn.Linear(width, vocab_size)
+        nn.Embedding(vocab_size, width),
+        Often(width, calls),
+        Often(width, calls),
+        nn.Linear(width, vocab_size),
     )
     layers.selective_recompute = ["*.dropout"]
     return layers
@@ -44,12 +51,16 @@ def often(vocab_size: int = 17, width: int = 8, calls: int = 3) -> nn.Sequential
 
 def mask(name: str, call: int, samples: list[int], *shape: int) -> Tensor:
     key = torch.tensor(key_of(7, name, call))
-    return keep_mask(P, key, torch.tensor(GOLDEN), torch.tensor(samples), torch.Size((len(samples), *shape)))
+    return keep_mask(
+        P, key, torch.tensor(GOLDEN), torch.tensor(samples), torch.Size((len(samples), *shape))
+    )
 
 
 def test_each_call_has_a_mask_of_its_own() -> None:
-    """By the documented keys, also beyond the keys that are held from the start; each forward begins anew."""
-    module = SeededDropout(P, 7, "block", Draw(torch.tensor([3, 9])))
+    """By the documented keys, also beyond the keys that are held from the start;
+    each forward begins anew.
+    """
+    module = SeededDropout(P, 7, "block", CurrentMicrobatch(torch.tensor([3, 9])))
     x = torch.ones(2, 4, 5)
     for _ in range(2):
         restart_calls([module])
@@ -60,25 +71,33 @@ def test_each_call_has_a_mask_of_its_own() -> None:
 
 
 def test_nothing_counts_in_eval_mode() -> None:
-    module = SeededDropout(P, 7, "block", Draw(torch.tensor([3])))
+    module = SeededDropout(P, 7, "block", CurrentMicrobatch(torch.tensor([3])))
     module.eval()(torch.ones(1, 4))
     assert torch.equal(module.train()(torch.ones(1, 64)) != 0, mask("block", 0, [3], 64))
 
 
 def gradients(layout: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(gradients of a step of four micro-batches, first values), through build() and the executor's own row."""
-    config = layout_config(config_of(f"{__name__}:often", {}, 6), parse_layout(layout), 4, "float64")
-    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))
+    """(gradients of a step of four micro-batches, first values), through build()
+    and the executor's own row.
+    """
+    config = layout_config(
+        config_of(f"{__name__}:often", {}, 6), parse_layout(layout), 4, "float64"
+    )
+    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), None))
     initial = {name: parts.blueprint.model.initial(name).double() for name in parts.blueprint.infos}
     for replica in parts.replicas.values():
         replica.begin_step()
     parts.executor.run(StepFeed(parts, parts.source, 0))
-    found = [bucket.shard_gradient.clone() for replica in parts.replicas.values() for bucket in replica.buckets]
+    found = [
+        bucket.shard_gradient.clone()
+        for replica in parts.replicas.values()
+        for bucket in replica.buckets
+    ]
     return found, initial
 
 
 def plain_gradients(initial: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The untouched model with masks of the documented keys, sample by sample."""
+    """Return the untouched model with masks of the documented keys, sample by sample."""
     layers = often().double()
     layers.load_state_dict(initial)
     config = layout_config(config_of(f"{__name__}:often", {}, 6), parse_layout("pp1"), 4, "float64")
@@ -107,13 +126,19 @@ def plain_gradients(initial: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("layout", ["pp1", "pp1,gpipe,full", "pp1,selective", "pp1,zb_h1,full", "pp1,gpipe,selective"])
+@pytest.mark.parametrize(
+    "layout", ["pp1", "pp1,gpipe,full", "pp1,selective", "pp1,zb_h1,full", "pp1,gpipe,selective"]
+)
 def test_masks_are_those_of_the_plain_model(layout: str) -> None:
-    """Also recomputed, with several micro-batches in flight: equal to plain torch with the documented masks."""
+    """Also recomputed, with several micro-batches in flight:
+    equal to plain torch with the documented masks.
+    """
     found, initial = gradients(layout)
     expected = plain_gradients(initial)
     total = torch.cat([g.flatten() for g in expected.values()])
     ours = torch.cat([g.flatten() for g in found])
     assert ours.sort().values[ours.sort().values != 0].numel() > 0
     torch.testing.assert_close(ours.norm(), total.norm(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(ours[ours != 0].sort().values, total[total != 0].sort().values, rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(
+        ours[ours != 0].sort().values, total[total != 0].sort().values, rtol=1e-9, atol=1e-14
+    )

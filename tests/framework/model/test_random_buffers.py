@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.build import build_model
-from meshwright.verify import parse_layout
 from meshwright_launch.pool import RankPool
-from tests.framework.verify.cases import References, config_of, prove
+from tests.framework.verify.cases import References, assert_agrees, config_of
 
 BUILDER = "tests.framework.model.test_random_buffers:build"
 OPTIONS = {"vocab_size": 17, "width": 8}
@@ -32,12 +31,17 @@ class Features(nn.Module):
         self.register_buffer("constant", torch.arange(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) @ self.of_torch.to(x) + self.of_numpy.to(x)) * self.of_python.to(x)  # type: ignore[operator]
+        return torch.tanh(
+            self.inner(x) @ self.of_torch.to(x) + self.of_numpy.to(x)
+        ) * self.of_python.to(x)  # type: ignore[operator]
 
 
 def build(vocab_size: int, width: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Embedding(vocab_size, width), Features(width), Features(width), nn.Linear(width, vocab_size)
+        nn.Embedding(vocab_size, width),
+        Features(width),
+        Features(width),
+        nn.Linear(width, vocab_size),
     )
 
 
@@ -59,7 +63,9 @@ def test_each_process_draws_the_same() -> None:
     first = buffers(1)
     torch.randn(3), np.random.rand(3), random.random()
     again, other = buffers(1), buffers(2)
-    assert len(first) == 8 and all(torch.equal(buffer, again[name]) for name, buffer in first.items())
+    assert len(first) == 8 and all(
+        torch.equal(buffer, again[name]) for name, buffer in first.items()
+    )
     equal = {name for name, buffer in first.items() if torch.equal(buffer, other[name])}
     assert equal == {"1.constant", "2.constant"}
 
@@ -67,5 +73,4 @@ def test_each_process_draws_the_same() -> None:
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "dp2,pp2,zero3,full"])
 def test_layouts_give_the_numbers_of_one_process(layout: str, pool: RankPool) -> None:
     config = config_of(BUILDER, OPTIONS, sequence_length=6)
-    row = prove(config, parse_layout(layout), pool, References(), global_batch=4, steps=2, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(config, layout, pool, References(), global_batch=4, steps=2)

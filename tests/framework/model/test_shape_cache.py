@@ -1,4 +1,6 @@
-"""Operations on meta that are known from equal ones: same results, same counts, and never a view in their place."""
+"""Operations on meta that are known from equal ones: same results, same counts,
+and never a view in their place.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_the_second_run_of_equal_operations_computes_no_shape_and_finds_the_same
         (lambda x, y: x.clone(), lambda x, y: x.t().clone()),
     ],
 )
-def test_what_only_looks_equal_is_another_operation(one: Callable[..., Tensor], other: Callable[..., Tensor]) -> None:
+def test_what_only_looks_equal_is_another_operation(
+    one: Callable[..., Tensor], other: Callable[..., Tensor]
+) -> None:
     alone = []
     for each in (one, other):
         recorder._KNOWN.clear()

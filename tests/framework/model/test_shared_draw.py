@@ -17,8 +17,16 @@ from meshwright.model.build import PlainModel
 from meshwright.model.shared_draw import assign_draws
 from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankPool
+from tests.support.marks import long_row
 
-SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 48,
+}
 
 
 def config(dtype: str, model: dict[str, Any], **parallel: Any) -> RunConfig:
@@ -34,7 +42,9 @@ def config(dtype: str, model: dict[str, Any], **parallel: Any) -> RunConfig:
     return resolve(found, 4)
 
 
-def drawn(rank: int, world_size: int, text: str, shared_from: int) -> tuple[dict[str, Any], list[str]]:
+def drawn(
+    rank: int, world_size: int, text: str, shared_from: int
+) -> tuple[dict[str, Any], list[str]]:
     """This rank's full weights as lists, and the names that it drew, in order."""
     found, names = parse(text), []
     initial = PlainModel.initial
@@ -43,8 +53,11 @@ def drawn(rank: int, world_size: int, text: str, shared_from: int) -> tuple[dict
         names.append(name)
         return initial(model, name)
 
-    mesh = open_mesh(Grid(*found.parallel.degrees), "cpu")
-    with mock.patch.object(PlainModel, "initial", counted), mock.patch.object(shared_draw, "SHARED_FROM", shared_from):
+    mesh = open_mesh(Grid.of(found.parallel.degrees), "cpu")
+    with (
+        mock.patch.object(PlainModel, "initial", counted),
+        mock.patch.object(shared_draw, "SHARED_FROM", shared_from),
+    ):
         parts = build(found, mesh, (open_verify_source(found, random_tokens=True), None))
     weights = {}
     for stage in parts.executor.stages.values():
@@ -55,19 +68,28 @@ def drawn(rank: int, world_size: int, text: str, shared_from: int) -> tuple[dict
     return weights, names
 
 
-LLAMA = {"builder": "meshwright_models.llama:build", "options": {**SIZES, "max_sequence_length": 16}}
+LLAMA = {
+    "builder": "meshwright_models.llama:build",
+    "options": {**SIZES, "max_sequence_length": 16},
+}
 TIED = {
     "builder": "meshwright_models.gpt2:build",
-    "options": {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16},
+    "options": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_sequence_length": 16,
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("dtype", "model", "parallel"),
     [
-        ("float32", LLAMA, {"dp": 2, "tp": 2, "sequence": True}),
+        long_row("float32", LLAMA, {"dp": 2, "tp": 2, "sequence": True}),
         ("float64", TIED, {"tp": 2, "pp": 2}),
-        ("bfloat16", LLAMA, {"dp": 4, "zero": 3}),
+        long_row("bfloat16", LLAMA, {"dp": 4, "zero": 3}),
     ],
     ids=["dp2-tp2", "tied-tp2-pp2", "zero3"],
 )
@@ -82,7 +104,9 @@ def test_weights_drawn_together_are_those_drawn_alone(
         ranks = range(stage * 4 // pp, (stage + 1) * 4 // pp)
         once = sorted(alone[ranks[0]][1])
         assert all(sorted(alone[rank][1]) == once for rank in ranks)
-        assert sorted(name for rank in ranks for name in together[rank][1]) == once, "each is drawn on one rank"
+        assert sorted(name for rank in ranks for name in together[rank][1]) == once, (
+            "each is drawn on one rank"
+        )
         assert all(together[rank][1] for rank in ranks)
 
 

@@ -1,4 +1,6 @@
-"""Optimizers as users write them: element-wise, and one for each way to depend on more than an element's history."""
+"""Optimizers as users write them: element-wise,
+and one for each way to depend on more than an element's history.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import Tensor
 
 
 class Base(torch.optim.Optimizer):
-    """Sign of an average of the gradients; ``late`` is the number of steps after which a rule of others begins."""
+    """Sign of an average of the gradients; ``late`` is the number of steps after which a rule
+    of others begins.
+    """
 
     def __init__(self, groups: Any, late: int = 0, **options: Any) -> None:
         self.late = late
@@ -26,7 +30,14 @@ class Base(torch.optim.Optimizer):
                     state["step"] = state.get("step", 0) + 1
                     self.update(p, p.grad, group, state, state["step"] > self.late)
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         average = state.setdefault("average", torch.zeros_like(p))
         average.lerp_(gradient, 0.1)
         p.add_(average.sign(), alpha=-group["lr"])
@@ -35,16 +46,32 @@ class Base(torch.optim.Optimizer):
 class Momentum(Base):
     """Plain gradient steps, then momentum: a state that begins after ``late`` steps."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if is_late:
             gradient = state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(gradient)
         p.mul_(1 - group["lr"] * group["weight_decay"]).add_(gradient, alpha=-group["lr"])
 
 
 class Averaged(Base):
-    """Stochastic weight averaging after ``late`` steps, with a counter of its own that begins there."""
+    """Stochastic weight averaging after ``late`` steps,
+    with a counter of its own that begins there.
+    """
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         p.add_(gradient, alpha=-group["lr"])
         if is_late:
             state["averaged"] = state.get("averaged", torch.tensor(0)) + 1
@@ -55,7 +82,14 @@ class Averaged(Base):
 class Lookahead(Base):
     """Slow weights, which the fast ones return to half-way every ``late`` steps."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if "slow" not in state and state["step"] == self.late:
             state["slow"] = p.clone()
         p.add_(gradient.sign(), alpha=-group["lr"])
@@ -66,7 +100,14 @@ class Lookahead(Base):
 class Cached(Base):
     """RAdam's habit: a table in the group that holds what the step number alone decides."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         cache = group.setdefault("buffer", [[None, None] for _ in range(10)])[state["step"] % 10]
         if cache[0] != state["step"]:
             cache[0], cache[1] = state["step"], 1 - 0.9 ** state["step"]
@@ -77,7 +118,9 @@ class OwnTable(Base):
     """A group needs its table from the start, or it would be a new value of the group."""
 
     def __init__(self, groups: Any) -> None:
-        super().__init__([{**group, "buffer": [[None, None] for _ in range(10)]} for group in groups])
+        super().__init__(
+            [{**group, "buffer": [[None, None] for _ in range(10)]} for group in groups]
+        )
 
     update = Cached.update
 
@@ -85,14 +128,28 @@ class OwnTable(Base):
 class Normed(Base):
     """LAMB's: later, the step is scaled by the norm of the whole tensor."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         p.add_(gradient / gradient.norm() if is_late else gradient.sign(), alpha=-group["lr"])
 
 
 class TopHalf(Base):
     """Later, only the half of a tensor with the larger gradients moves."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         kept = gradient.abs() >= gradient.abs().median() if is_late else torch.ones_like(p)
         p.add_(gradient.sign() * kept, alpha=-group["lr"])
 
@@ -103,7 +160,14 @@ class Noisy(Base):
     def draw(self, p: Tensor) -> Tensor:
         return torch.randn_like(p)
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         p.add_(gradient.sign() + (self.draw(p) if is_late else 0.0), alpha=-group["lr"])
 
 
@@ -122,13 +186,22 @@ class NoisyByPython(Noisy):
 
 
 class CountsBeside(Base):
-    """Steps counted in a table of the optimizer, which a resumed run begins anew; read after ``late`` steps."""
+    """Steps counted in a table of the optimizer, which a resumed run begins anew;
+    read after ``late`` steps.
+    """
 
     def __init__(self, groups: Any, late: int = 0) -> None:
         super().__init__(groups, late)
         self.seen: dict[Tensor, int] = {}
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         self.seen[p] = self.seen.get(p, 0) + 1
         p.add_(gradient.sign(), alpha=-group["lr"] / (self.seen[p] if is_late else 1))
 
@@ -172,7 +245,14 @@ STEPS = [0]
 class CountsInModule(Base):
     """The same in a variable of its module, which two runs in one process share."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         STEPS[0] += 1
         p.add_(gradient.sign(), alpha=-group["lr"] / STEPS[0])
 
@@ -180,7 +260,14 @@ class CountsInModule(Base):
 class DecaysMatrices(Base):
     """Decay by the dims of a parameter, where the group's weight decay says it."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if p.dim() >= 2 and is_late:
             p.mul_(1 - group["lr"] * 0.1)
         p.add_(gradient.sign(), alpha=-group["lr"])
@@ -189,7 +276,14 @@ class DecaysMatrices(Base):
 class Centralised(Base):
     """Gradients of matrices less the mean of each row."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if gradient.ndim > 1:
             gradient = gradient - gradient.mean(dim=tuple(range(1, gradient.ndim)), keepdim=True)
         p.add_(gradient, alpha=-group["lr"])
@@ -198,7 +292,14 @@ class Centralised(Base):
 class LargeMatrices(Base):
     """Normed rows where a matrix has at least 128."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if len(p.shape) == 2 and min(p.shape) >= 128:
             gradient = gradient / gradient.norm(dim=1, keepdim=True)
         p.add_(gradient.sign() if len(p.shape) != 2 else gradient, alpha=-group["lr"])
@@ -207,21 +308,42 @@ class LargeMatrices(Base):
 class Convolutions(Base):
     """Another rate for weights of four dims."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         p.add_(gradient.sign(), alpha=-group["lr"] * (2 if p.dim() == 4 else 1))
 
 
 class BySize(Base):
     """Another rate for large tensors."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         p.add_(gradient.sign(), alpha=-group["lr"] * (2 if p.numel() > self.late else 1))
 
 
 class FirstGroup(Base):
     """Another rule for the first parameter group."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         is_first = group is self.param_groups[0]
         p.add_(gradient.sign(), alpha=-group["lr"] * (2 if is_first else 1))
 
@@ -231,14 +353,23 @@ class Clipped(Base):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        torch.nn.utils.clip_grad_norm_(
+            [p for group in self.param_groups for p in group["params"]], 1.0
+        )
         super().step()
 
 
 class OnlyDecayed(Base):
     """A state of the parameters that decay, and of no others."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if group["weight_decay"]:
             state["last"] = gradient.clone()
         p.add_(gradient.sign(), alpha=-group["lr"])
@@ -247,7 +378,14 @@ class OnlyDecayed(Base):
 class Sizes(Base):
     """A late state of another shape."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if is_late:
             state["mean"] = gradient.mean().view(1, 1)
         p.add_(gradient.sign(), alpha=-group["lr"])
@@ -256,7 +394,14 @@ class Sizes(Base):
 class LateGroupCounter(Base):
     """Schedule-free's sums in the groups, from a later step on."""
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
+    def update(
+        self,
+        p: Tensor,
+        gradient: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        is_late: bool,
+    ) -> None:
         if is_late:
             self.count(group)
         p.add_(gradient.sign(), alpha=-group["lr"])

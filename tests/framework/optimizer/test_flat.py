@@ -1,4 +1,6 @@
-"""AdamW and SGD on flat shards against torch's own on the parameters, and clipping against torch's clip_grad_norm_."""
+"""AdamW and SGD on flat shards against torch's own on the parameters,
+and clipping against torch's clip_grad_norm_.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD as SGDOfTorch
-from torch.optim import AdamW
 
 from meshwright.config import Optimizer
-from meshwright.optimizer import read_states, restore_states
-from meshwright.optimizer.choice import IN_TORCH, STATES
-from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.mesh.comm import Group
+from meshwright.mesh.holders import Holders
+from meshwright.optimizer import ShardLayout, read_states, restore_states, states_of
+from meshwright.optimizer.adamw import FlatAdamW
+from meshwright.optimizer.codecs import NUMBERS
+from meshwright.optimizer.eight_bit import BlockCodec
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, clip_factor
+from meshwright.optimizer.sgd import FlatSGD
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 
@@ -28,7 +32,13 @@ def shard(
     weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, is_eight_bit: bool = False
 ) -> OptimizerShard:
     return OptimizerShard(
-        weights, gradient, decays, is_eight_bit, counted, fetch_gradient=lambda: gradient, after_step=lambda: None
+        weights,
+        gradient,
+        decays,
+        is_eight_bit,
+        fetch_gradient=lambda: gradient,
+        after_step=lambda: None,
+        layout=ShardLayout(holders=Holders(copies_group=Group("dp", (0, 1), 0 if counted else 1))),
     )
 
 
@@ -38,7 +48,9 @@ def flat(*tensors: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("factor", [1.0, 0.125])
 def test_it_is_torch_s_adamw_with_decay_on_matrices_alone(factor: float) -> None:
-    """Five steps at changing rates; matrices in one shard, vectors in another, an odd cut through the matrices."""
+    """Five steps at changing rates; matrices in one shard, vectors in another,
+    an odd cut through the matrices.
+    """
     matrices = [nn.Parameter(drawn(3, 4, seed=0)), nn.Parameter(drawn(5, 2, seed=1))]
     vectors = [nn.Parameter(drawn(3, seed=2)), nn.Parameter(drawn(4, seed=3))]
     weights, biases = flat(*matrices), flat(*vectors)
@@ -75,12 +87,16 @@ def test_it_is_torch_s_adamw_with_decay_on_matrices_alone(factor: float) -> None
 SGD = CONFIG.model_copy(update={"name": "sgd", "momentum": 0.8})
 
 
-@pytest.mark.parametrize("config", [SGD, SGD.model_copy(update={"momentum": 0.0})], ids=["momentum", "plain"])
+@pytest.mark.parametrize(
+    "config", [SGD, SGD.model_copy(update={"momentum": 0.0})], ids=["momentum", "plain"]
+)
 def test_sgd_is_torch_s(config: Optimizer) -> None:
     weights, biases = drawn(12, seed=0), drawn(3, seed=1)
     theirs = [nn.Parameter(weights.clone()), nn.Parameter(biases.clone())]
     gradients = [torch.zeros_like(weights), torch.zeros_like(biases)]
-    ours = FlatOptimizer([shard(weights, gradients[0], True, True), shard(biases, gradients[1], False, True)], config)
+    ours = FlatOptimizer(
+        [shard(weights, gradients[0], True, True), shard(biases, gradients[1], False, True)], config
+    )
     sgd = torch.optim.SGD(
         [{"params": theirs[:1], "weight_decay": 0.3}, {"params": theirs[1:], "weight_decay": 0.0}],
         lr=1e-2,
@@ -102,17 +118,25 @@ IN_8_BITS = CONFIG.model_copy(update={"name": "adamw8bit", "block_size": 8})
 
 @pytest.mark.parametrize("config", [CONFIG, IN_8_BITS, SGD], ids=["adamw", "adamw8bit", "sgd"])
 def test_states_go_out_and_come_back(config: Optimizer) -> None:
-    """Saved after three steps and restored into a new optimizer, the fourth step gives the same bits."""
+    """Saved after three steps and restored into a new optimizer,
+    the fourth step gives the same bits.
+    """
 
     def fresh(weights: Tensor) -> tuple[FlatOptimizer, Tensor]:
         gradient = torch.zeros_like(weights)
         is_eight_bit = config.name == "adamw8bit"
-        return FlatOptimizer([shard(weights, gradient, True, True, is_eight_bit=is_eight_bit)], config), gradient
+        return FlatOptimizer(
+            [shard(weights, gradient, True, True, is_eight_bit=is_eight_bit)], config
+        ), gradient
 
     weights = drawn(11, seed=0)
     first, gradient = fresh(weights)
     states, steps = read_states(first, 0)
-    assert steps == 0 and tuple(states) == STATES[config.name] and not any(state.any() for state in states.values())
+    assert (
+        steps == 0
+        and tuple(states) == states_of(config)
+        and not any(state.any() for state in states.values())
+    )
     for step in range(3):
         gradient.copy_(drawn(11, seed=step))
         first.step(1e-2, 1.0)
@@ -142,7 +166,9 @@ def test_the_norm_is_of_what_is_counted_here() -> None:
 
 
 def test_the_norm_covers_gradients_on_the_host_and_on_the_device() -> None:
-    """ZeRO-3 with offload has dense gradients in host memory, and experts that it does not shard on the GPU."""
+    """ZeRO-3 with offload has dense gradients in host memory,
+    and experts that it does not shard on the GPU.
+    """
     gradients = [drawn(5, seed=0), drawn(7, seed=1).to("meta"), drawn(3, seed=2)]
     shards = [shard(torch.zeros_like(gradient), gradient, True, True) for gradient in gradients]
     found = FlatOptimizer(shards, CONFIG).square_norm()
@@ -172,7 +198,9 @@ def test_clipping_is_torch_s(scale: float, clip_norm: float) -> None:
     before = flat(*(p.grad for p in parameters if p.grad is not None))
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     after = flat(*(p.grad for p in parameters if p.grad is not None))
-    torch.testing.assert_close(before * clip_factor(float(norm), clip_norm), after, rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        before * clip_factor(float(norm), clip_norm), after, rtol=1e-14, atol=0
+    )
 
 
 def test_clipping_can_be_turned_off() -> None:
@@ -180,7 +208,9 @@ def test_clipping_can_be_turned_off() -> None:
 
 
 def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
-    """``after_step`` starts the all-gather of the weights: once per shard and step, in order, after the update."""
+    """``after_step`` starts the all-gather of the weights: once per shard and step, in order,
+    after the update.
+    """
     weights = [drawn(3, seed=0), drawn(4, seed=1)]
     before = [each.clone() for each in weights]
     sent: list[int] = []
@@ -191,7 +221,9 @@ def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
         sent.append(index)
 
     shards = [
-        shard(each, drawn(*each.shape, seed=2), True, True)._replace(after_step=partial(sending, index))
+        shard(each, drawn(*each.shape, seed=2), True, True)._replace(
+            after_step=partial(sending, index)
+        )
         for index, each in enumerate(weights)
     ]
     ours = FlatOptimizer(shards, CONFIG, order=[1, 0])
@@ -200,13 +232,17 @@ def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
     assert sent == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("adamw8bit", AdamW8bit), ("sgd", SGDOfTorch)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", FlatAdamW), ("adamw8bit", FlatAdamW), ("sgd", FlatSGD)]
+)
 def test_the_optimizer_that_is_configured(name: str, kind: type[torch.optim.Optimizer]) -> None:
     ours = FlatOptimizer(
         [shard(drawn(64, seed=0), drawn(64, seed=1), True, True, is_eight_bit=name == "adamw8bit")],
         CONFIG.model_copy(update={"name": name, "block_size": 32}),
     )
+    codecs = {type(group["codec"]) for group in ours.inner.param_groups if group["params"]}
     assert type(ours.inner) is kind
+    assert codecs == {BlockCodec if name == "adamw8bit" else type(NUMBERS)}
 
 
 def test_a_state_under_another_name_is_not_saved_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +250,8 @@ def test_a_state_under_another_name_is_not_saved_as_zeros(monkeypatch: pytest.Mo
     optimizer = FlatOptimizer([shard(weights, gradient, True, True)], SGD)
     optimizer.step(1e-2, 1.0)
     assert read_states(optimizer, 0)[0]["momentum"].all()
-    monkeypatch.setitem(IN_TORCH, "momentum", "velocity")
-    with pytest.raises(KeyError, match=r"SGD has states \['momentum_buffer'\], and none for \['momentum'\]"):
+    monkeypatch.setitem(FlatSGD.in_torch, "momentum", "velocity")  # type: ignore[arg-type]
+    with pytest.raises(
+        KeyError, match=r"SGD has states \['momentum_buffer'\], and none for \['momentum'\]"
+    ):
         read_states(optimizer, 0)

@@ -1,4 +1,6 @@
-"""float16: the dynamic loss scale, steps that all ranks skip together, and the same scale after a resume."""
+"""float16: the dynamic loss scale, steps that all ranks skip together,
+and the same scale after a resume.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,15 @@ import pytest
 import torch
 
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.config import RunConfig, load
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.config import LossScaling
 from meshwright.mesh.mesh import close_mesh
 from meshwright.optimizer import MAX_SCALE, LossScale, can_fall, first_scale, next_scale
 from meshwright.run.resume import resume, saved_scale
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout
-from meshwright.verify.compare import tolerance_of
 from meshwright.verify.rank import merge, open_verify_source, run_layout
 from meshwright.verify.reference import run_reference
+from meshwright.verify.tolerance import tolerance_of
 from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import save
 from tests.framework.verify.cases import LATER, config_of, model_config, size_for
@@ -35,21 +36,20 @@ from tests.framework.watch.spoiling import (
     spoil,
     taken,
 )
-from tests.support.errors import has_code
+from tests.support.errors import raises
+from tests.support.marks import marked_rows
 
 STEPS = 8
 TOO_LARGE = {"initial": 2.0**21, "window": 2, "hysteresis": 1, "growth": 2.0, "backoff": 0.5}
-"""A scale that overflows in the first steps and rises again within STEPS, as torch's GradScaler has it."""
+"""A scale that overflows in the first steps and rises again within STEPS,
+as torch's GradScaler has it.
+"""
 
 
-def scaled(**keys: object) -> RunConfig:
-    return RunConfig().replace(train={"dtype": "float16"}, loss_scale=keys)
-
-
-def history(config: RunConfig, overflows: list[bool]) -> list[float]:
-    scale, values = first_scale(config), []
+def history(keys: LossScaling, overflows: list[bool], dtype: str = "float16") -> list[float]:
+    scale, values = first_scale(keys, dtype), []
     for overflow in overflows:
-        scale = next_scale(config, scale, overflow=overflow)
+        scale = next_scale(keys, dtype, scale, overflow=overflow)
         values.append(scale.value)
     return values
 
@@ -60,7 +60,7 @@ def overflows(seed: int) -> list[bool]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_without_hysteresis_the_scale_is_that_of_torch(seed: int) -> None:
-    config = scaled(initial=2.0**30, window=3, hysteresis=1, minimum=2.0**-60)
+    keys = LossScaling(initial=2.0**30, window=3, hysteresis=1, minimum=2.0**-60)
     scaler, expected = torch.amp.GradScaler("cpu", 2.0**30, growth_interval=3), []
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -70,12 +70,14 @@ def test_without_hysteresis_the_scale_is_that_of_torch(seed: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         expected.append(scaler.get_scale())
-    assert history(config, overflows(seed)) == expected and len(set(expected)) > 10
+    assert history(keys, overflows(seed)) == expected and len(set(expected)) > 10
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_with_hysteresis_the_scale_is_that_of_megatron(seed: int) -> None:
-    """The published rule: an overflow counts down, only a rise sets the count back, and a minimum."""
+    """The published rule: an overflow counts down, only a rise sets the count back,
+    and a minimum.
+    """
     scale, sound, left, expected = 2.0**8, 0, 3, []
     for overflow in overflows(seed):
         if overflow:
@@ -86,18 +88,22 @@ def test_with_hysteresis_the_scale_is_that_of_megatron(seed: int) -> None:
             if sound == 4:
                 sound, left, scale = 0, 3, scale * 2
         expected.append(scale)
-    found = history(scaled(initial=2.0**8, window=4, hysteresis=3, minimum=32.0), overflows(seed))
+    keys = LossScaling(initial=2.0**8, window=4, hysteresis=3, minimum=32.0)
+    found = history(keys, overflows(seed))
     assert found == expected and min(found) == 32.0 and max(found) > 2.0**8
 
 
 def test_the_bounds_of_the_scale() -> None:
-    config = scaled(initial=MAX_SCALE / 1.5, window=1)
-    assert history(config, [False, False]) == [MAX_SCALE / 1.5] * 2
+    keys = LossScaling(initial=MAX_SCALE / 1.5, window=1)
+    assert history(keys, [False, False]) == [MAX_SCALE / 1.5] * 2
     assert torch.full((), MAX_SCALE).isfinite(), "in float32"
-    assert can_fall(config, LossScale(2.0)) and not can_fall(config, LossScale(1.0))
-    fixed = scaled(fixed=128.0)
-    assert history(fixed, [True, False]) == [128.0, 128.0] and not can_fall(fixed, first_scale(fixed))
-    assert first_scale(RunConfig()).value == 1.0 and history(RunConfig(), [True]) == [1.0]
+    assert can_fall(keys, "float16", LossScale(2.0))
+    assert not can_fall(keys, "float16", LossScale(1.0))
+    fixed = LossScaling(fixed=128.0)
+    assert history(fixed, [True, False]) == [128.0, 128.0]
+    assert not can_fall(fixed, "float16", first_scale(fixed, "float16"))
+    assert first_scale(LossScaling(), "float32").value == 1.0
+    assert history(LossScaling(), [True], "float32") == [1.0]
 
 
 LAYOUTS = (
@@ -110,19 +116,28 @@ LAYOUTS = (
 )
 
 
+@marked_rows("long", "pp2,tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_skips_and_rises_as_plain_torch_with_a_grad_scaler(pool: RankPool, layout: str) -> None:
     laid_out = parse_layout(layout)
     size = size_for(laid_out)
     base = model_config("gpt2", size)
-    plain = layout_config(base, parse_layout("dp1"), size.global_batch, "float16").replace(loss_scale=TOO_LARGE)
+    plain = layout_config(base, parse_layout("dp1"), size.global_batch, "float16").replace(
+        loss_scale=TOO_LARGE
+    )
     expected = run_reference(plain, open_verify_source(plain, True), STEPS, torch.float16)
-    config = layout_config(base, laid_out, size.global_batch, "float16").replace(loss_scale=TOO_LARGE)
-    ranks = pool.run(run_layout, size_of(config), config.model_dump_json(), STEPS, True, timeout_s=LIMIT_S)
+    config = layout_config(base, laid_out, size.global_batch, "float16").replace(
+        loss_scale=TOO_LARGE
+    )
+    ranks = pool.run(
+        run_layout, size_of(config), config.model_dump_json(), STEPS, True, timeout_s=LIMIT_S
+    )
     found = merge(ranks)
     finite = [norm < float("inf") for norm in expected.grad_norms]
     assert not finite[0] and sum(finite) >= 4 and not all(finite[finite.index(True) :]), finite
-    assert [norm < float("inf") for norm in found.grad_norms] == finite, "the same steps are skipped"
+    assert [norm < float("inf") for norm in found.grad_norms] == finite, (
+        "the same steps are skipped"
+    )
     tolerance = tolerance_of("float16", laid_out)
     for one, other in zip(found.losses, expected.losses, strict=True):
         assert abs(one - other) <= tolerance.later * other
@@ -130,15 +145,19 @@ def test_skips_and_rises_as_plain_torch_with_a_grad_scaler(pool: RankPool, layou
         assert not is_finite or abs(one - other) <= tolerance.later_norm * other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loss_of_the_models_own_is_computed_in_float32(pool: RankPool, dtype: str) -> None:
-    """With the default one's formula, its numbers; in 16 bits a sum of 65,504 would be Inf, and 1 / labels rounded.
+    """With the default one's formula, its numbers; in 16 bits a sum of 65,504 would be Inf,
+    and 1 / labels rounded.
 
     The two backward passes may round single gradients of a logit to different 16-bit numbers.
     """
     numbers = []
     for own in (True, False):
-        base = config_of("tests.support.recording_models:build", {"vocab_size": 61, "own_loss": own}, 8)
+        base = config_of(
+            "tests.support.recording_models:build", {"vocab_size": 61, "own_loss": own}, 8
+        )
         config = layout_config(base, parse_layout("dp2,pp2"), 24, dtype)
         found = pool.run(run_layout, 4, config.model_dump_json(), 2, True, timeout_s=LIMIT_S)[0]
         numbers.append(found)
@@ -150,13 +169,17 @@ def test_a_loss_of_the_models_own_is_computed_in_float32(pool: RankPool, dtype: 
 def one_rank_overflows(
     rank: int, world_size: int, config_json: str, saved: str
 ) -> tuple[list[tuple[bool, float]], bool, LossScale]:
-    """(skipped and scale of each step, whether a skipped step changed nothing, the scale that is saved)."""
+    """(skipped and scale of each step, whether a skipped step changed nothing,
+    the scale that is saved).
+    """
     config, mesh = opened(config_json)
     parts = parts_for(config, mesh)
     steps, unchanged = [], True
     for step in range(1, 6):
         undo = (
-            spoil(parts, Spoil("gradient", 1, "block1.mlp.up.weight", value=torch.inf)) if step in (2, 3, 5) else None
+            spoil(parts, Spoil("gradient", 1, "block1.mlp.up.weight", value=torch.inf))
+            if step in (2, 3, 5)
+            else None
         )
         before = held(parts)
         stats = take_step(parts)
@@ -166,7 +189,11 @@ def one_rank_overflows(
             undo()
     save(parts, saved)
     state = parts.state
-    assert (state.step, state.optimizer_steps, state.skipped_in_a_row) == (5, 2, 0) and state.samples_seen == 40
+    assert (state.step, state.optimizer_steps, state.skipped_in_a_row) == (
+        5,
+        2,
+        0,
+    ) and state.samples_seen == 40
     close_mesh(mesh)
     return steps, unchanged, state.loss_scale
 
@@ -178,7 +205,10 @@ def resumed(
     parts = parts_for(config, mesh)
     resume(parts, Path(saved), quiet)
     first = parts.state.loss_scale
-    steps = [(stats.skipped, stats.loss_scale, stats.loss) for stats in (take_step(parts) for _ in range(3))]
+    steps = [
+        (stats.skipped, stats.loss_scale, stats.loss)
+        for stats in (take_step(parts) for _ in range(3))
+    ]
     close_mesh(mesh)
     return first, steps, parts.state.loss_scale
 
@@ -190,7 +220,9 @@ def test_an_overflow_of_one_rank_is_skipped_by_all_and_the_scale_survives_on_ano
     pool: RankPool, tmp_path: Path
 ) -> None:
     config = config_for("dp2", dtype="float16").replace(loss_scale=KEYS)
-    found = pool.run(one_rank_overflows, 2, config.model_dump_json(), str(tmp_path), timeout_s=LIMIT_S)
+    found = pool.run(
+        one_rank_overflows, 2, config.model_dump_json(), str(tmp_path), timeout_s=LIMIT_S
+    )
     assert found[0] == found[1]
     steps, unchanged, scale = found[0]
     assert unchanged
@@ -200,7 +232,9 @@ def test_an_overflow_of_one_rank_is_skipped_by_all_and_the_scale_survives_on_ano
     ends = []
     for layout in ("dp2", "pp2"):
         other = config_for(layout, dtype="float16").replace(loss_scale=KEYS)
-        for first, later, last in pool.run(resumed, 2, other.model_dump_json(), str(tmp_path), timeout_s=LIMIT_S):
+        for first, later, last in pool.run(
+            resumed, 2, other.model_dump_json(), str(tmp_path), timeout_s=LIMIT_S
+        ):
             assert first == scale
             assert [each[:2] for each in later] == [(False, 256.0), (False, 256.0), (False, 512.0)]
             ends.append((last, [loss for *_, loss in later]))
@@ -218,7 +252,9 @@ def at_the_minimum(rank: int, world_size: int, config_json: str) -> tuple[list[s
     return said, parts.state.step
 
 
-def test_a_nan_that_no_scale_avoids_ends_the_run_at_the_minimum_and_is_named(pool: RankPool) -> None:
+def test_a_nan_that_no_scale_avoids_ends_the_run_at_the_minimum_and_is_named(
+    pool: RankPool,
+) -> None:
     keys = {"initial": 4.0, "minimum": 1.0, "hysteresis": 1, "growth": 2.0, "backoff": 0.5}
     config = config_for("pp2", dtype="float16").replace(loss_scale=keys)
     for said, steps in pool.run(at_the_minimum, 2, config.model_dump_json(), timeout_s=LIMIT_S):
@@ -243,11 +279,15 @@ def nan_loss(rank: int, world_size: int, config_json: str) -> tuple[str | None, 
 
 
 def test_a_checkpoint_without_a_scale_starts_with_the_first_one() -> None:
-    config, old = scaled(initial=64.0), Manifest.model_construct(step=3, state={})
-    assert saved_scale(old, config) == LossScale(64.0, 0, 2)
-    saved = Manifest.model_construct(step=3, state={"loss_scale": {"value": 8.0, "sound_steps": 1, "tolerated": 0}})
-    assert saved_scale(saved, config) == LossScale(8.0, 1, 0)
-    assert saved_scale(saved, scaled(fixed=128.0)) == LossScale(128.0), "the configuration has fixed it since"
+    keys, old = LossScaling(initial=64.0), Manifest.model_construct(step=3, state={})
+    assert saved_scale(old, keys, "float16") == LossScale(64.0, 0, 2)
+    saved = Manifest.model_construct(
+        step=3, state={"loss_scale": {"value": 8.0, "sound_steps": 1, "tolerated": 0}}
+    )
+    assert saved_scale(saved, keys, "float16") == LossScale(8.0, 1, 0)
+    assert saved_scale(saved, LossScaling(fixed=128.0), "float16") == LossScale(128.0), (
+        "the configuration has fixed it since"
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,22 +304,7 @@ def test_a_checkpoint_without_a_scale_starts_with_the_first_one() -> None:
     ],
 )
 def test_what_is_no_scale_is_refused(state: object) -> None:
-    with pytest.raises(CheckpointError, match="no loss scale", check=has_code("MW-RUN-033")) as refused:
-        saved_scale(Manifest.model_construct(step=3, state={"loss_scale": state}), scaled())
+    with raises("MW-RUN-033") as refused:
+        manifest = Manifest.model_construct(step=3, state={"loss_scale": state})
+        saved_scale(manifest, LossScaling(), "float16")
     assert refused.value.code == "MW-RUN-033"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--loss_scale.window=5"], "no effect with train.dtype"),
-        (
-            ["--train.dtype=float16", "--loss_scale.fixed=128", "--loss_scale.window=5"],
-            "no effect with loss_scale.fixed",
-        ),
-        (["--train.dtype=float16", "--loss_scale.initial=2", "--loss_scale.minimum=4"], "above loss_scale.initial"),
-    ],
-)
-def test_keys_without_effect(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-062")):
-        load(Path(__file__).parents[3] / "configs" / "demo.toml", words)

@@ -1,4 +1,6 @@
-"""A model with step sums, in plain torch: the choice among a few scales is balanced over the global batch."""
+"""A model with step sums, in plain torch:
+the choice among a few scales is balanced over the global batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Balanced(nn.Module):
         if self.training:
             with torch.no_grad():
                 ones = torch.ones_like(chosen.reshape(-1))
-                self.counts += torch.zeros_like(self.counts).scatter_add_(0, chosen.reshape(-1), ones)
+                self.counts += torch.zeros_like(self.counts).scatter_add_(
+                    0, chosen.reshape(-1), ones
+                )
         return x + self.scales(chosen) * scores.gather(-1, chosen.unsqueeze(-1))
 
     def end_step(self) -> None:

@@ -26,7 +26,9 @@ class KeptBytes:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._not_ours = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
+        self._not_ours = {
+            p.untyped_storage().data_ptr() for model in models for p in model.parameters()
+        }
         self._kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def watching(self) -> saved_tensors_hooks:
@@ -46,7 +48,9 @@ class KeptBytes:
 
 
 class MadeBytes(OperationRecorder):
-    """Enter it around forwards; ``bytes()`` is what still lives of what they made, each storage once."""
+    """Enter it around forwards; ``bytes()`` is what still lives of what they made,
+    each storage once.
+    """
 
     def __init__(self) -> None:
         super().__init__()

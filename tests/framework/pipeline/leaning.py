@@ -1,4 +1,6 @@
-"""Models whose layers lean on something besides their input and their own tensors; plain torch trains all of them."""
+"""Models whose layers lean on something besides their input and their own tensors;
+plain torch trains all of them.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ class Drawing(Block):
         if self.how == "torch":
             return x + 0.01 * torch.randn_like(x)
         if self.how == "torch, own":
-            return x + 0.01 * torch.randn(x.shape, generator=self.torch if x.is_cpu else None, device=x.device)
+            return x + 0.01 * torch.randn(
+                x.shape, generator=self.torch if x.is_cpu else None, device=x.device
+            )
         if self.how == "functional":
             return F.dropout(x, 0.1, self.training)
         numbers = {
@@ -163,7 +167,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.p).squeeze(1)
+        return x + F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.p
+        ).squeeze(1)
 
 
 def build(kind: str = "plain", how: str = "") -> nn.Sequential:
@@ -178,7 +184,13 @@ def build(kind: str = "plain", how: str = "") -> nn.Sequential:
         "alpha": lambda: nn.AlphaDropout(0.1),
         "recurrent": lambda: nn.Sequential(nn.GRU(D, D, batch_first=True), First()),
     }
-    second = Taking(place) if kind == "talking" else Remembering("") if kind == "remembering" else Block()
+    second = (
+        Taking(place)
+        if kind == "talking"
+        else Remembering("")
+        if kind == "remembering"
+        else Block()
+    )
     own = nn.Linear(D, V)
     unregistered = [own]
     heads: dict[str, Callable[[], nn.Module]] = {

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.build import build
+from meshwright.config.combinations.layout import Layout
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.activation_offload import ActivationOffload
@@ -19,10 +20,18 @@ from meshwright.pipeline.offload_copies import HostCopies, StoredActivation
 from meshwright.schedule.build import build as build_schedule
 from meshwright.step import take_step
 from meshwright.verify import parse_layout
-from meshwright.verify.layouts import Layout, layout_config
+from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankPool
-from tests.framework.verify.cases import LATER, References, config_of, model_config, prove, size_for
+from tests.framework.verify.cases import (
+    LATER,
+    References,
+    assert_agrees,
+    config_of,
+    model_config,
+    size_for,
+)
+from tests.support.marks import long_row
 
 LENGTH, WIDTH = 16, 32
 ROWS = 64
@@ -30,15 +39,31 @@ ROWS = 64
 
 def trained(model: str, layout: Layout, sections: dict[str, Any]) -> Tensor:
     """Return the weights after two steps of 4 micro-batches."""
-    options: dict[str, Any] = {"vocab_size": 61, "hidden_size": WIDTH, "num_layers": 3, "num_heads": 4, "dropout": 0.1}
-    options |= {"num_kv_heads": 2, "ffn_size": 48} if model == "llama" else {"max_sequence_length": LENGTH}
+    options: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": WIDTH,
+        "num_layers": 3,
+        "num_heads": 4,
+        "dropout": 0.1,
+    }
+    options |= (
+        {"num_kv_heads": 2, "ffn_size": 48} if model == "llama" else {"max_sequence_length": LENGTH}
+    )
     config = config_of(f"meshwright_models.{model}:build", options, LENGTH)
-    config = layout_config(config, layout._replace(micro_batch_size=2), 8, "float32").replace(**sections)
-    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, random_tokens=True), None))
+    config = layout_config(config, layout._replace(micro_batch_size=2), 8, "float32").replace(
+        **sections
+    )
+    parts = build(
+        config,
+        open_mesh(Grid(), "cpu"),
+        (open_verify_source(config, random_tokens=True), None),
+    )
     for _ in range(2):
         take_step(parts)
     assert not parts.executor.offload or not parts.executor.offload._groups
-    return torch.cat([bucket.master.flatten() for each in parts.replicas.values() for bucket in each.buckets])
+    return torch.cat(
+        [bucket.master.flatten() for each in parts.replicas.values() for bucket in each.buckets]
+    )
 
 
 FP8 = {"train": {"linear": "fp8", "fp8_keep": []}}
@@ -49,15 +74,19 @@ ADAPTERS = {"adapter": {"rank": 2, "targets": ["block*"]}}
     ("model", "recompute", "schedule", "sections"),
     [
         ("gpt2", "none", "1f1b", {}),
-        ("llama", "pointwise", "zb_h1", {}),
-        ("gpt2", "selective", "gpipe", {}),
-        ("llama", "full", "interleaved_1f1b", {}),
-        ("llama", "none", "zb_h1", FP8),
-        ("llama", "pointwise", "1f1b", ADAPTERS),
+        long_row("llama", "pointwise", "zb_h1", {}),
+        long_row("gpt2", "selective", "gpipe", {}),
+        long_row("llama", "full", "interleaved_1f1b", {}),
+        long_row("llama", "none", "zb_h1", FP8),
+        long_row("llama", "pointwise", "1f1b", ADAPTERS),
     ],
 )
 def test_numbers_are_equal(
-    model: str, recompute: str, schedule: str, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: str,
+    recompute: str,
+    schedule: str,
+    sections: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied, posted = [0, 0], (HostCopies.post_out, HostCopies.post_in)
     for way, name in enumerate(("post_out", "post_in")):
@@ -67,7 +96,9 @@ def test_numbers_are_equal(
             posted[way](copies, stored)
 
         monkeypatch.setattr(HostCopies, name, post)
-    layout = Layout(recompute=recompute, schedule=schedule, interleave=2 if "interleaved" in schedule else 0)
+    layout = Layout(
+        recompute=recompute, schedule=schedule, interleave=2 if "interleaved" in schedule else 0
+    )
     plain = trained(model, layout, sections)
     assert copied == [0, 0]
     away = trained(model, layout, sections | {"pipeline": {"offload_activations": ["*"]}})
@@ -94,13 +125,16 @@ def test_a_storage_is_copied_once_for_all_views() -> None:
 
     def layer(x: Tensor) -> Tensor:
         a, b, c = (x * 1).split(WIDTH, dim=1)
-        return (linear(a) * torch.sigmoid(b) * c.t().contiguous().t()).sum() + (x * 2).view(torch.complex64).abs().sum()
+        return (linear(a) * torch.sigmoid(b) * c.t().contiguous().t()).sum() + (x * 2).view(
+            torch.complex64
+        ).abs().sum()
 
     expected = torch.autograd.grad(layer(x), [x, *linear.parameters()])
     out = offloaded(offload, layer, x)
     offload.begin_backward(0, 0)
     assert all(
-        torch.equal(*pair) for pair in zip(torch.autograd.grad(out, [x, *linear.parameters()]), expected, strict=True)
+        torch.equal(*pair)
+        for pair in zip(torch.autograd.grad(out, [x, *linear.parameters()]), expected, strict=True)
     )
     offload.end_backward()
     sizes = [memory.numel() for memory in made]
@@ -125,7 +159,9 @@ def test_a_write_into_what_is_saved_is_found(rows: int) -> None:
         held[0].mul_(2)
     offload.begin_backward(0, 0)
     offload.end_backward()
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*pipeline.offload_activations"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*pipeline.offload_activations"
+    ):
         out.backward()
 
 
@@ -149,9 +185,13 @@ class Idle:
         return "event"
 
 
-@pytest.mark.parametrize(("least", "most"), [(1848, 2248), (1, 1000), (700, 1400)])
-def test_pinned_memory_is_bounded_where_sizes_vary(least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts over ep receive other numbers of rows in each micro-batch; torch pins a power of two bytes."""
+@pytest.mark.parametrize(("least", "most"), [long_row(1848, 2248), (1, 1000), long_row(700, 1400)])
+def test_pinned_memory_is_bounded_where_sizes_vary(
+    least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts over ep receive other numbers of rows in each micro-batch;
+    torch pins a power of two bytes.
+    """
     empty, draw, made, peak = torch.empty, random.Random(0), list[int](), 0
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -160,19 +200,31 @@ def test_pinned_memory_is_bounded_where_sizes_vary(least: int, most: int, monkey
     copies._out = copies._in = Idle()  # as on CUDA
     copies.on_allocate = lambda memory: made.append(memory.numel())
     for _ in range(100):
-        layers = [[StoredActivation(torch.rand(draw.randint(least, most) * 64)) for _ in range(3)] for _ in range(4)]
+        layers = [
+            [StoredActivation(torch.rand(draw.randint(least, most) * 64)) for _ in range(3)]
+            for _ in range(4)
+        ]
         before = [[each.device for each in layer] for layer in layers]
         for layer in layers:
             copies.post_out(layer)
             copies.finish_out(layer)
-        blocks = {id(each.block): each.block.memory.numel() for layer in layers for each in layer if each.block}
+        blocks = {
+            id(each.block): each.block.memory.numel()
+            for layer in layers
+            for each in layer
+            if each.block
+        }
         assert len(blocks) == len(layers)
         peak = max(peak, sum(blocks.values()))
         for layer, saved in zip(layers, before, strict=True):
             copies.post_in(layer)
             copies.finish_in(layer)
             for each, tensor in zip(layer, saved, strict=True):
-                assert tensor is not None and each.device is not None and torch.equal(each.device, tensor)
+                assert (
+                    tensor is not None
+                    and each.device is not None
+                    and torch.equal(each.device, tensor)
+                )
         del layers, layer, each
     assert sum(made) < 2 * peak, (len(made), peak)
     assert all(size.bit_count() == 1 for size in made), "what is counted is what torch takes"
@@ -188,17 +240,11 @@ def test_the_next_backward_returns_one_computation_ahead() -> None:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the tests of this module."""
-    return References()
-
-
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
         ("gpt2", "pp2,tp2,sequence,zb_h1,pointwise,mbs2"),
-        ("llama", "dp2,tp2,sequence,zero3"),
+        long_row("llama", "dp2,tp2,sequence,zero3"),
         LATER("t5", "dp2,pp2,zb_v,zero2"),
         LATER("gpt2", "dp2,pp4,interleaved_1f1b,full"),
         LATER("llama", "dp2,pp2,zero3,offload"),
@@ -208,5 +254,4 @@ def test_layouts_agree(pool: RankPool, references: References, model: str, layou
     chosen = parse_layout(layout)
     size = size_for(chosen)
     config = model_config(model, size).replace(pipeline={"offload_activations": ["*"]})
-    row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=2, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(config, chosen, pool, references, global_batch=size.global_batch, steps=2)

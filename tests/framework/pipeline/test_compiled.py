@@ -1,4 +1,6 @@
-"""Which layers ``train.compile`` compiles. Their numbers: tests/framework/model/test_compiled_layers.py."""
+"""Which layers ``train.compile`` compiles. Their numbers:
+tests/framework/model/test_compiled_layers.py.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ from tests.plan.dryrun.jobs import configured
 def is_compiled(device: str, recompute: str = "none", **train: Any) -> bool:
     config = configured().replace(train=train, pipeline={"recompute": recompute})
     layers = nn.Sequential(nn.Linear(2, 2))
-    compile_layers(layers, config, torch.device(device), warns=True)
+    compile_layers(layers, config.train, config.pipeline, torch.device(device), warns=True)
     return layers[0]._compiled_call_impl is not None
 
 
-def test_auto_is_cuda_alone(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+def test_auto_is_cuda_alone(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     monkeypatch.setattr(compiled, "missing_tools", list)  # a machine that has all
     assert RunConfig().train.compile == "auto"
     assert is_compiled("cuda") and not is_compiled("cpu")
@@ -45,6 +49,7 @@ def test_what_is_missing_is_one_warning(tmp_path: Path, monkeypatch: pytest.Monk
     assert is_compiled("cuda", compile=True)  # torch's own error, in the first step
 
 
+@pytest.mark.long
 def test_a_dry_run_compiles_nothing() -> None:
     from torch._dynamo.utils import counters
 
@@ -52,5 +57,7 @@ def test_a_dry_run_compiles_nothing() -> None:
     pytest.importorskip("meshwright_plan")
     from meshwright_plan.dryrun.fake_step import profile_rank
 
-    profiles = [profile_rank(configured().replace(train={"compile": each}), 0) for each in (True, False)]
+    profiles = [
+        profile_rank(configured().replace(train={"compile": each}), 0) for each in (True, False)
+    ]
     assert not counters["stats"] and profiles[0].peak_bytes == profiles[1].peak_bytes

@@ -1,4 +1,6 @@
-"""Ids and labels that the model does not have: one message on every layout, also where tp splits the vocabulary."""
+"""Ids and labels that the model does not have: one message on every layout,
+also where tp splits the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankError, RankPool
 from tests.framework.verify.cases import LATER, VOCAB_SIZE
 from tests.framework.watch.spoiling import LIMIT_S, config_for, opened, size_of
+from tests.support.marks import long_row, marked_rows
 
 
 class WithOneBad(NamedTuple):
@@ -38,9 +41,21 @@ def one_step(rank: int, world_size: int, config_json: str, part: str, value: int
     return take_step(parts).loss
 
 
-@pytest.mark.parametrize("layout", ["dp1", "tp2,sequence", "dp2,tp2,zero3", LATER("pp2,tp2"), LATER("dp2,zero3")])
+@marked_rows("long", "token-61-tp2,sequence", "label-61-dp2,tp2,zero3", "label--1-dp1")
+@marked_rows(
+    "all_layouts",
+    "token-61-dp2,tp2,zero3",
+    "label-61-dp1",
+    "label-61-tp2,sequence",
+    "label--1-tp2,sequence",
+    "label--1-dp2,tp2,zero3",
+)
 @pytest.mark.parametrize(
-    ("part", "value"), [("token", VOCAB_SIZE), ("label", VOCAB_SIZE), ("label", -1), LATER("token", -1)]
+    "layout", ["dp1", "tp2,sequence", "dp2,tp2,zero3", LATER("pp2,tp2"), LATER("dp2,zero3")]
+)
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("token", VOCAB_SIZE), ("label", VOCAB_SIZE), ("label", -1), LATER("token", -1)],
 )
 def test_it_is_named_on_every_layout(pool: RankPool, layout: str, part: str, value: int) -> None:
     config = config_for(layout).model_dump_json()
@@ -53,9 +68,17 @@ def test_it_is_named_on_every_layout(pool: RankPool, layout: str, part: str, val
     assert error.message.startswith(f"{where}, samples [5]: ") and "out of" in error.message
 
 
-@pytest.mark.parametrize("layout", ["dp1", "tp2"])
+@pytest.mark.parametrize("layout", ["dp1", long_row("tp2")])
 def test_those_at_the_ends_pass(pool: RankPool, layout: str) -> None:
     config = config_for(layout)
-    cases = [("token", 0), ("token", VOCAB_SIZE - 1), ("label", 0), ("label", VOCAB_SIZE - 1), ("label", -100)]
+    cases = [
+        ("token", 0),
+        ("token", VOCAB_SIZE - 1),
+        ("label", 0),
+        ("label", VOCAB_SIZE - 1),
+        ("label", -100),
+    ]
     for part, value in cases:
-        pool.run(one_step, size_of(config), config.model_dump_json(), part, value, timeout_s=LIMIT_S)
+        pool.run(
+            one_step, size_of(config), config.model_dump_json(), part, value, timeout_s=LIMIT_S
+        )

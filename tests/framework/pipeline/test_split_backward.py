@@ -1,4 +1,6 @@
-"""A backward in halves, layer by layer, against autograd's own: inputs' gradients in I, weights' in W."""
+"""A backward in halves, layer by layer, against autograd's own: inputs' gradients in I,
+weights' in W.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def test_halves_add_up(name: str) -> None:
     plain = copy.deepcopy(layer)
     is_embedding = isinstance(layer, nn.Embedding)
     ids = torch.arange(B * S).view(B, S) % V
-    given = [ids, ids] if is_embedding else [torch.randn(B, S, D, dtype=torch.float64).requires_grad_() for _ in "ab"]
+    given = (
+        [ids, ids]
+        if is_embedding
+        else [torch.randn(B, S, D, dtype=torch.float64).requires_grad_() for _ in "ab"]
+    )
     if not is_embedding:
         given[1] = given[0].detach().clone().requires_grad_()
     weights = torch.randn(B, S, D, dtype=torch.float64)
@@ -80,12 +86,17 @@ def test_halves_add_up(name: str) -> None:
             torch.testing.assert_close(found.grad, expected.grad, rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.long
 def test_a_compiled_layer_is_split() -> None:
-    """One graph before, between and behind the four linears of a block; none for the linears or the mode."""
+    """One graph before, between and behind the four linears of a block;
+    none for the linears or the mode.
+    """
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
-    block = llama.build(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12, num_layers=1, vocab_size=V)[1]
+    block = llama.build(
+        hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12, num_layers=1, vocab_size=V
+    )[1]
     plain = copy.deepcopy(block)
     torch._dynamo.reset()
     counters.clear()
@@ -110,7 +121,9 @@ def test_a_compiled_layer_is_split() -> None:
 
 
 def test_between_the_halves_the_input_of_the_stage_is_free() -> None:
-    """A norm's output is deferred for its linear; with its history it would keep the stage's input alive."""
+    """A norm's output is deferred for its linear;
+    with its history it would keep the stage's input alive.
+    """
     layers = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D))
     received = torch.randn(B, S, D, requires_grad=True)
     split = SplitBackward()
@@ -118,7 +131,11 @@ def test_between_the_halves_the_input_of_the_stage_is_free() -> None:
         output = layers(received)
     with split.deferring() as deferred:
         output.sum().backward()
-    storages = [weakref.ref(tensor.untyped_storage()) for tensor in (received, received.grad) if tensor is not None]
+    storages = [
+        weakref.ref(tensor.untyped_storage())
+        for tensor in (received, received.grad)
+        if tensor is not None
+    ]
     del received, output
     assert len(deferred) == 4
     assert [storage() for storage in storages] == [None, None]

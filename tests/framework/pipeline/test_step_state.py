@@ -1,4 +1,6 @@
-"""Step state: buffers changed once per step by sums over the global batch, the same in every layout."""
+"""Step state: buffers changed once per step by sums over the global batch,
+the same in every layout.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import merge, run_layout
 from meshwright_launch.pool import RankPool
 from tests.framework.pipeline.counting import Balanced, build
+from tests.support.marks import mark_all_rows_but
 
 LAYOUTS = ("dp2,pp2,full", "dp2,tp2,sequence,zero3", "pp2,tp2,zb_h1,mbs2", "tp2,sequence,full,mbs2")
 
@@ -35,6 +38,7 @@ def proof() -> Verification:
     return Verification(config_of(), global_batch=8, steps=3, random_tokens=True)
 
 
+@mark_all_rows_but("long", "pp2,tp2,zb_h1,mbs2")
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_sums_over_the_global_batch_are_those_of_one_process(text: str, pool: RankPool) -> None:
     layout = parse_layout(text)
@@ -45,7 +49,10 @@ def test_sums_over_the_global_batch_are_those_of_one_process(text: str, pool: Ra
     expected = proof()._reference(1).findings
     for name in ("balanced0.bias", "balanced1.bias", "balanced1.counts"):
         assert torch.equal(found.weights[name], expected.weights[name]), name
-    assert found.weights["balanced0.bias"].abs().sum() > 0 and found.weights["balanced1.counts"].sum() == 0
+    assert (
+        found.weights["balanced0.bias"].abs().sum() > 0
+        and found.weights["balanced1.counts"].sum() == 0
+    )
 
 
 def test_step_sums_couple_no_samples() -> None:
@@ -57,14 +64,20 @@ def test_step_sums_couple_no_samples() -> None:
     assert not traits.has_running and not traits.couples_samples
 
 
-def replicas(momentum: float | None, num_replicas: int, chunks: int) -> tuple[nn.Module, list[nn.Module]]:
+def replicas(
+    momentum: float | None, num_replicas: int, chunks: int
+) -> tuple[nn.Module, list[nn.Module]]:
     """Run one BatchNorm over all micro-batches of two steps, and replicas of it over theirs."""
     torch.manual_seed(0)
     batches = torch.randn(2, num_replicas * chunks, 4, 3, dtype=torch.float64)
     plain = nn.BatchNorm1d(3, momentum=momentum).double()
-    models = [nn.Sequential(nn.BatchNorm1d(3, momentum=momentum).double()) for _ in range(num_replicas)]
+    models = [
+        nn.Sequential(nn.BatchNorm1d(3, momentum=momentum).double()) for _ in range(num_replicas)
+    ]
     names = [f"0.{name}" for name, _ in plain.named_buffers()]
-    states = [StepState(model, names, ["0"], (d, num_replicas), True) for d, model in enumerate(models)]
+    states = [
+        StepState(model, names, ["0"], (d, num_replicas), True) for d, model in enumerate(models)
+    ]
     for step in batches:
         for batch in step:
             plain(batch)
@@ -86,7 +99,9 @@ def test_running_statistics_are_those_of_one_process_in_the_order_of_the_samples
 ) -> None:
     plain, models = replicas(momentum, num_replicas, chunks)
     for model in models:
-        for (name, expected), (_, found) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
+        for (name, expected), (_, found) in zip(
+            plain.named_buffers(), model.named_buffers(), strict=True
+        ):
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13, msg=name)
 
 
@@ -99,7 +114,10 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     assert model.get_buffer("balanced0.counts").sum() == 8
     state.split_off(state.vector(torch.device("cpu")))
     state.undo()
-    assert model.get_buffer("balanced0.counts").sum() == 0 and model.get_buffer("balanced0.bias").sum() == 0
+    assert (
+        model.get_buffer("balanced0.counts").sum() == 0
+        and model.get_buffer("balanced0.bias").sum() == 0
+    )
 
 
 class Nameless(Balanced):
@@ -132,7 +150,14 @@ def refusal(layer: nn.Module, plan: dict[str, str], **parallel: int) -> str:
     running = running_buffers(model.layers, torch.empty((2, 4, 8), device="meta"))
     config = config_of(parallel=parallel)
     try:
-        check_running(config, model, running, lower(build_schedule("1f1b", 1, 2)), ["0"])
+        check_running(
+            config.parallel,
+            config.train.dtype,
+            model,
+            running,
+            lower(build_schedule("1f1b", 1, 2)),
+            ["0"],
+        )
     except ModelError as error:
         return error.message
     return ""
@@ -145,5 +170,9 @@ def test_sums_that_cannot_be_taken() -> None:
     assert "sharding_plan splits 0" in refusal(Balanced(8, 4), {"0": "column"}, tp=2)
     assert refusal(Balanced(8, 4), {"0": "router"}, tp=2) == ""
     statistics = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8))
-    assert refusal(statistics, {}, dp=2) == "" and "parallel.cp = 2" in refusal(statistics, {}, cp=2)
-    assert "batch.micro_batch_size" in refusal(nn.Sequential(nn.Flatten(0, 1), nn.SyncBatchNorm(8)), {})
+    assert refusal(statistics, {}, dp=2) == "" and "parallel.cp = 2" in refusal(
+        statistics, {}, cp=2
+    )
+    assert "batch.micro_batch_size" in refusal(
+        nn.Sequential(nn.Flatten(0, 1), nn.SyncBatchNorm(8)), {}
+    )

@@ -1,4 +1,6 @@
-"""The garbage collector runs between steps, when it is due, and is Python's own again after training."""
+"""The garbage collector runs between steps, when it is due,
+and is Python's own again after training.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import meshwright
 from meshwright.parts import Observer, Parts
 from meshwright.run.collector import StepCollector
 from tests.launch.test_python import losses_of, made
+from tests.support.marks import long_row
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +47,9 @@ def allocate() -> None:
     assert len([[] for _ in range(20_000)]) == 20_000
 
 
-@pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (50, [1])])
+@pytest.mark.parametrize(
+    ("every", "due"), [long_row(1, [1, 2, 3, 4, 5, 6, 7]), long_row(3, [1, 4, 7]), (50, [1])]
+)
 def test_collections_are_after_the_first_step_and_then_every_so_many(
     every: int, due: list[int], collections: list[int]
 ) -> None:
@@ -94,7 +99,9 @@ def test_a_process_keeps_its_own_choice(was_enabled: bool) -> None:
 
 
 class States(Observer):
-    """Keeps the state of the collector before each step: enabled, and whether anything is frozen."""
+    """Keeps the state of the collector before each step: enabled,
+    and whether anything is frozen.
+    """
 
     def __init__(self) -> None:
         self.found: list[tuple[bool, bool]] = []
@@ -103,12 +110,15 @@ class States(Observer):
         self.found.append((gc.isenabled(), gc.get_freeze_count() > 0))
 
 
+@pytest.mark.long
 def test_a_run_trains_without_the_collector_and_gives_it_back(tmp_path: Path) -> None:
     """And the losses are those of a run that leaves the collector to Python."""
     losses = []
     for every, after_first in ((2, (False, True)), (0, (True, False))):
         states, name = States(), f"every-{every}"
-        meshwright.run_training(made(tmp_path, run={"name": name}, train={"gc_every": every}), [states])
+        meshwright.run_training(
+            made(tmp_path, run={"name": name}, train={"gc_every": every}), [states]
+        )
         assert states.found == [(True, False), *[after_first] * 5]
         assert gc.isenabled() and gc.get_freeze_count() == 0
         losses.append(losses_of(tmp_path, name))

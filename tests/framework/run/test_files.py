@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
 from meshwright.run import RunFiles, RunLock
 from meshwright.run.files import check_run_files
 from meshwright.system.atomic import write_atomic
 from meshwright.tracking.jsonl import drop_records_after
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -37,7 +36,9 @@ def test_a_file_is_replaced(files: RunFiles) -> None:
     assert contents(files.directory) == {"status.json": "b"}
 
 
-def test_a_write_that_fails_leaves_the_file_and_nothing_else(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_file_and_nothing_else(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files.write("status.json", "a")
 
     def fail(*args: object, **options: object) -> None:
@@ -59,17 +60,24 @@ def test_links_in_a_received_run_are_not_written_through(files: RunFiles, tmp_pa
     (files.directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     drop_records_after(files.directory / "metrics.jsonl", 1)
     assert elsewhere.read_text() == "precious"
-    assert contents(files.directory)["status.json"] == "a" and contents(files.directory)["resolved.json"] == "b"
+    assert (
+        contents(files.directory)["status.json"] == "a"
+        and contents(files.directory)["resolved.json"] == "b"
+    )
     for name in ("metrics.jsonl", "status.json"):
         (files.directory / name).unlink()
         (files.directory / name).symlink_to(elsewhere)
-        with pytest.raises(ConfigError, match=rf"{name} is a symbolic link", check=has_code("MW-RUN-009")):
+        with raises("MW-RUN-009", name):
             check_run_files(files.directory)
         (files.directory / name).unlink()
 
 
-def test_nothing_is_written_where_another_directory_is(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even if it came between the check and the write: then the moved directory has the file."""
+def test_nothing_is_written_where_another_directory_is(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if it came between the check and the write:
+    then the moved directory has the file.
+    """
     moved = files.directory.rename(files.directory.with_name("moved"))
     files.directory.mkdir()
     files.write("status.json", "mine")
@@ -79,7 +87,9 @@ def test_nothing_is_written_where_another_directory_is(files: RunFiles, monkeypa
     assert contents(files.directory) == {} and contents(moved) == {"status.json": "mine"}
 
 
-def test_nothing_is_written_into_a_deleted_directory(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_into_a_deleted_directory(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.rmtree(files.directory)
     monkeypatch.setattr(files, "are_lost", lambda: False)
     files.write("status.json", "mine")

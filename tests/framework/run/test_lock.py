@@ -1,4 +1,6 @@
-"""The lock of a run directory: who holds it is named, whoever dies lets go, and what it starts does not hold it."""
+"""The lock of a run directory: who holds it is named, whoever dies lets go,
+and what it starts does not hold it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import LockError
 from meshwright.run import lock
 from meshwright.run.lock import FILE, RunLock
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +29,16 @@ def test_the_second_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     with RunLock(tmp_path):
         for attempt in (RunLock(tmp_path).check_free, RunLock(tmp_path).__enter__):
-            with pytest.raises(LockError, check=has_code("MW-RUN-011")) as caught:
+            with raises("MW-RUN-011") as caught:
                 attempt()
             message = str(caught.value)
-            assert message.startswith(f"process {os.getpid()} of Slurm job 77 on {os.uname().nodename}, since 2")
+            assert message.startswith(
+                f"process {os.getpid()} of Slurm job 77 on {os.uname().nodename}, since 2"
+            )
             assert f"works in {tmp_path}: wait until it ends" in message
     RunLock(tmp_path).check_free()
     monkeypatch.delenv("SLURM_JOB_ID")
-    with RunLock(tmp_path), pytest.raises(LockError, check=has_code("MW-RUN-011")) as caught:
+    with RunLock(tmp_path), raises("MW-RUN-011") as caught:
         RunLock(tmp_path).check_free()
     assert "Slurm" not in str(caught.value)
 
@@ -44,12 +47,14 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("precious")
     (tmp_path / FILE).symlink_to(elsewhere)
-    with pytest.raises(LockError, check=has_code("MW-RUN-013")), RunLock(tmp_path):
+    with raises("MW-RUN-013"), RunLock(tmp_path):
         pass
     assert elsewhere.read_text() == "precious"
 
 
-def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_job_waits_for_its_own_earlier_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     first = RunLock(tmp_path)
     first.__enter__()
@@ -59,11 +64,13 @@ def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypat
     with RunLock(tmp_path):
         assert killed.finished.is_set()
         monkeypatch.setenv("SLURM_JOB_ID", "78")
-        with pytest.raises(LockError, check=has_code("MW-RUN-011")):
+        with raises("MW-RUN-011"):
             RunLock(tmp_path).check_free()
 
 
-def test_a_restarted_jobset_waits_for_its_own_earlier_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_jobset_waits_for_its_own_earlier_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MESHWRIGHT_JOBSET", "run-demo")
     first = RunLock(tmp_path)
     first.__enter__()
@@ -72,10 +79,10 @@ def test_a_restarted_jobset_waits_for_its_own_earlier_pods(tmp_path: Path, monke
     with RunLock(tmp_path):
         assert killed.finished.is_set()
         monkeypatch.setenv("MESHWRIGHT_JOBSET", "run-other")
-        with pytest.raises(LockError, match="of JobSet run-demo on ", check=has_code("MW-RUN-011")):
+        with raises("MW-RUN-011", "JobSet run-demo"):
             RunLock(tmp_path).check_free()
         monkeypatch.delenv("MESHWRIGHT_JOBSET")
-        with pytest.raises(LockError, check=has_code("MW-RUN-011")):
+        with raises("MW-RUN-011"):
             RunLock(tmp_path).check_free()
 
 
@@ -94,11 +101,13 @@ def test_a_holder_that_cannot_be_read_is_another_job(tmp_path: Path) -> None:
     with RunLock(tmp_path):
         for text in ("", "[1]", '{"host": 3}', "null"):
             (tmp_path / FILE).write_text(text)
-            with pytest.raises(LockError, match=r"\Aanother job works in ", check=has_code("MW-RUN-011")):
+            with raises("MW-RUN-011", "another job"):
                 RunLock(tmp_path).check_free()
 
 
-def test_a_first_job_that_is_dying_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_job_that_is_dying_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "PATIENCE_S", 30.0)
     script = f"""
 import fcntl, time
@@ -148,17 +157,13 @@ def test_where_there_are_no_locks_the_run_goes_on(
     with RunLock(tmp_path), RunLock(tmp_path):
         RunLock(tmp_path).check_free()
     said = capfd.readouterr().err
-    assert said.startswith(f"warning: {tmp_path / FILE} cannot be locked here") and said.count("\n") == 2
+    assert (
+        said.startswith(f"warning: {tmp_path / FILE} cannot be locked here")
+        and said.count("\n") == 2
+    )
 
 
 def test_a_lock_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
-    with (
-        pytest.raises(
-            LockError,
-            match=f"the lock of this run, {tmp_path / FILE}, cannot be used: Is a directory",
-            check=has_code("MW-RUN-013"),
-        ),
-        RunLock(tmp_path),
-    ):
+    with raises("MW-RUN-013", tmp_path / FILE, "Is a directory"), RunLock(tmp_path):
         pass

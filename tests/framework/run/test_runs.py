@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
 from meshwright.run.directory import find_run, runs_in
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two runs in ``runs``, of which the second was started last, and the current directory above them."""
+    """Two runs in ``runs``, of which the second was started last,
+    and the current directory above them.
+    """
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(["demo", "deep"]):
         (tmp_path / "runs" / name / "checkpoints" / "step-00000004").mkdir(parents=True)
@@ -34,29 +35,28 @@ def test_a_run_is_found_from_inside_too(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "values"),
     [
-        ("runs", "runs is not a run, but contains runs/deep, runs/demo: name one"),
-        ("runs/none", "runs/none does not exist: there are runs/deep, runs/demo"),
-        ("elsewhere", "elsewhere does not exist: there are runs/deep, runs/demo"),
-        ("here.toml", "here.toml is a configuration, not a run: runs/demo is its run"),
-        ("new.toml", "its run is out/x, which does not exist yet: `meshwright train new.toml` first"),
-        ("runs/demo/resolved.json", "is a file, not a run directory"),
-        ("corpus", "corpus is not a run directory, or its run was never started: resolved.json is missing; there"),
-        ("corpus/step-00000001", "is a checkpoint outside of a run"),
+        ("runs", ("runs", "runs/deep, runs/demo")),
+        ("runs/none", ("runs/none", "runs/deep, runs/demo")),
+        ("elsewhere", ("elsewhere", "runs/deep, runs/demo")),
+        ("here.toml", ("here.toml", "runs/demo")),
+        ("new.toml", ("out/x", "meshwright train new.toml")),
+        ("runs/demo/resolved.json", ("runs/demo/resolved.json",)),
+        ("corpus", ("corpus", "resolved.json")),
+        ("corpus/step-00000001", ("corpus/step-00000001",)),
     ],
 )
-def test_anything_else_is_one_message(runs: Path, name: str, said: str) -> None:
+def test_anything_else_is_one_message(runs: Path, name: str, values: tuple[str, ...]) -> None:
     Path("here.toml").write_text('[run]\nname = "demo"\n')
     Path("new.toml").write_text('[run]\nname = "x"\ndirectory = "out"\n')
     Path("corpus/step-00000001").mkdir(parents=True)
     Path("corpus/step-00000001/manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, check=has_code("MW-RUN-008")) as raised:
+    with raises("MW-RUN-008", *values):
         find_run(Path(name))
-    assert said in str(raised.value)
 
 
 def test_where_there_is_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="name a run directory, such as runs/demo", check=has_code("MW-RUN-008")):
+    with raises("MW-RUN-008", "runs/demo"):
         find_run(Path("x"))

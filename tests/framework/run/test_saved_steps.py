@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from meshwright.parts import ENOUGH, FILES_LOST, FLAGS, NOT_WRITTEN, SAVE_DUE, STOP, is_saved
-from tests.framework.verify.cases import config_of
 
 
 @pytest.mark.parametrize(
@@ -22,6 +21,4 @@ from tests.framework.verify.cases import config_of
 )
 def test_a_step_is_saved(every: int, step: int, flags: set[str], expected: bool) -> None:
     """A failed write of an earlier checkpoint alone makes no step due."""
-    config = config_of("tests.support.own_values:build", {"how": "buffer"}, 6)
-    config = config.replace(train={"steps": 10}, checkpoint={"every": every})
-    assert is_saved(config, step, flags) == expected
+    assert is_saved(step, flags, every=every, last=10) == expected

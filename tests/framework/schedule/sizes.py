@@ -10,7 +10,7 @@ from meshwright.schedule.degrees import INTERLEAVES
 
 
 def interleaves(name: str) -> list[int]:
-    """Those of 1..4 that the schedule can have."""
+    """Return those of 1..4 that the schedule can have."""
     return [each for each in range(1, 5) if each in INTERLEAVES.get(name, range(1, 2))]
 
 

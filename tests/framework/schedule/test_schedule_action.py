@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.errors import ScheduleError
 from meshwright.schedule.action import Action, Kind, Placement, Schedule, actions_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.load import format_schedule, parse_schedule, read_schedule, schedule_digest
 from meshwright.schedule.lower import lower
 from meshwright.schedule.text import format_item
 from tests.framework.schedule.sizes import built
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
 
@@ -39,7 +38,9 @@ for name in build.BUILDERS:
 
 
 def test_the_room_needs_no_torch() -> None:
-    run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], check=True, capture_output=True, text=True
+    )
     assert run.stdout.count("rank 1 | ") == len(BUILDERS)
 
 
@@ -61,7 +62,13 @@ def test_text_of_actions() -> None:
     assert str(Action(Kind.REDUCE, 3)) == "3REDUCE"
     assert str(Action(Kind.STEP)) == "STEP"
     row = parse_schedule(HEADER + "0I0 0W12 {0SEND_F1+0RECV_B0} 0REDUCE STEP").rows[0]
-    assert row == (Action(Kind.I, 0, 0), Action(Kind.W, 0, 12), group, Action(Kind.REDUCE, 0), Action(Kind.STEP))
+    assert row == (
+        Action(Kind.I, 0, 0),
+        Action(Kind.W, 0, 12),
+        group,
+        Action(Kind.REDUCE, 0),
+        Action(Kind.STEP),
+    )
     assert [len(actions_of(item)) for item in row] == [1, 1, 2, 1, 1]
 
 
@@ -70,12 +77,24 @@ MANY_DIGITS = "0" * 5000
 
 
 @pytest.mark.parametrize(
-    "word", ["0X0", "F0", "0F", "0F0x", "0REDUCE1", "0STEP", "{0SEND_F0", "{0F0}", "{}", "0F-1", "0F" + MANY_DIGITS]
+    "word",
+    [
+        "0X0",
+        "F0",
+        "0F",
+        "0F0x",
+        "0REDUCE1",
+        "0STEP",
+        "{0SEND_F0",
+        "{0F0}",
+        "{}",
+        "0F-1",
+        "0F" + MANY_DIGITS,
+    ],
 )
 def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
-    with pytest.raises(ScheduleError, match="line 2", check=has_code("MW-SCHEDULE-004", "MW-SCHEDULE-005")) as caught:
+    with raises(("MW-SCHEDULE-004", "MW-SCHEDULE-005"), "line 2", word.strip("{}")):
         parse_schedule(HEADER + f"0F0 {word} STEP")
-    assert word.strip("{}") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -96,20 +115,20 @@ def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
     ],
 )
 def test_an_unreadable_header_is_an_error(text: str) -> None:
-    with pytest.raises(ScheduleError, match="line 1", check=has_code("MW-SCHEDULE-002", "MW-SCHEDULE-003")):
+    with raises(("MW-SCHEDULE-002", "MW-SCHEDULE-003"), "line 1"):
         parse_schedule(text)
 
 
 def test_comments_and_blank_lines_may_stand_anywhere() -> None:
     commented = "# by hand\n\n" + HEADER + "#pp=1 is easy\n\n  0F0 0B0\t\n# the end\n"
     assert parse_schedule(commented) == parse_schedule(HEADER + "0F0 0B0")
-    with pytest.raises(ScheduleError, match="line 4, word 2: '0Q0' is no action", check=has_code("MW-SCHEDULE-005")):
+    with raises("MW-SCHEDULE-005", "line 4, word 2: '0Q0'"):
         parse_schedule("# by hand\n" + HEADER + "# more\n0F0 0Q0")
-    with pytest.raises(ScheduleError, match=r"line 2, word 1: .* is no action", check=has_code("MW-SCHEDULE-005")):
+    with raises("MW-SCHEDULE-005", "line 2, word 1"):
         parse_schedule(HEADER + "0F\u0660 0B0")
-    with pytest.raises(ScheduleError, match="line 3: 2 headers", check=has_code("MW-SCHEDULE-002")):
+    with raises("MW-SCHEDULE-002", "line 3"):
         parse_schedule(HEADER + "0F0\n" + HEADER)
-    with pytest.raises(ScheduleError, match="line 2: no header above", check=has_code("MW-SCHEDULE-002")):
+    with raises("MW-SCHEDULE-002", "line 2"):
         parse_schedule("0F0\n" + HEADER)
 
 
@@ -118,17 +137,13 @@ def test_a_file_is_named_with_line_and_word(tmp_path: Path) -> None:
     path.write_text("# my own\n" + format_schedule(build("zb_v", 2, 3, 2)))
     assert read_schedule(path) == build("zb_v", 2, 3, 2)
     path.write_text(HEADER + "0F0 {0SEND_F0 0B0")
-    with pytest.raises(ScheduleError, check=has_code("MW-SCHEDULE-004")) as caught:
+    with raises("MW-SCHEDULE-004") as caught:
         read_schedule(path)
     assert str(caught.value).startswith(f"{path}, line 2, word 2: '{{0SEND_F0': a group is written")
     path.write_bytes(b"# caf\xe9")
-    with pytest.raises(
-        ScheduleError, match=r"mine.txt: cannot be read \(not UTF-8 text\)", check=has_code("MW-SCHEDULE-001")
-    ):
+    with raises("MW-SCHEDULE-001", "mine.txt"):
         read_schedule(path)
-    with pytest.raises(
-        ScheduleError, match=r"other.txt: cannot be read \(No such file", check=has_code("MW-SCHEDULE-001")
-    ):
+    with raises("MW-SCHEDULE-001", "other.txt"):
         read_schedule(tmp_path / "other.txt")
 
 
@@ -163,7 +178,9 @@ def test_both_ends_of_a_message() -> None:
 
 
 def test_loop_placement() -> None:
-    schedule = parse_schedule("# hand pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0\n1F0 3F0\n")
+    schedule = parse_schedule(
+        "# hand pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0\n1F0 3F0\n"
+    )
     assert [schedule.rank_of(stage) for stage in range(4)] == [0, 1, 0, 1]
     assert [schedule.stages_of(pp_rank) for pp_rank in range(2)] == [(0, 2), (1, 3)]
     assert schedule.peer(Action(Kind.SEND_F, 1, 0)) == 0  # stage 2 is on rank 0 again
@@ -175,10 +192,19 @@ def test_v_placement() -> None:
     schedule = build("zb_v", 3, 1, 2)
     assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert [schedule.stages_of(pp_rank) for pp_rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert schedule.send_after(Action(Kind.F, 2, 0)) is schedule.receive_for(Action(Kind.F, 3, 0)) is None
-    assert schedule.send_after(Action(Kind.I, 3, 0)) is schedule.receive_for(Action(Kind.I, 2, 0)) is None
+    assert (
+        schedule.send_after(Action(Kind.F, 2, 0))
+        is schedule.receive_for(Action(Kind.F, 3, 0))
+        is None
+    )
+    assert (
+        schedule.send_after(Action(Kind.I, 3, 0))
+        is schedule.receive_for(Action(Kind.I, 2, 0))
+        is None
+    )
     assert schedule.receive_for(Action(Kind.I, 1, 0)) == Action(Kind.RECV_B, 1, 0)
-    assert schedule.peer(Action(Kind.SEND_F, 3, 0)) == 1  # the forward of the way up goes to the rank before
+    # the forward of the way up goes to the rank before
+    assert schedule.peer(Action(Kind.SEND_F, 3, 0)) == 1
     assert schedule.peer(Action(Kind.SEND_B, 4, 0)) == 2  # and its backward to the rank behind
     assert [Placement.V.pp_rank(stage, 2) for stage in range(6)] == [0, 1, 1, 0, 0, 1]
 
@@ -187,5 +213,8 @@ def test_last_backwards() -> None:
     assert build("1f1b", 4, 6).last_backwards(1) == {Action(Kind.B, 1, 5)}
     assert build("zb_h1", 4, 6).last_backwards(1) == {Action(Kind.W, 1, 5)}
     assert build("zb_v", 2, 6, 2).last_backwards(1) == {Action(Kind.W, 1, 5), Action(Kind.W, 2, 5)}
-    text = "# split pp=1 num_stages=2 chunks=2 placement=loop\n0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 0W1 1W1 0W0 STEP"
+    text = (
+        "# split pp=1 num_stages=2 chunks=2 placement=loop\n0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 0W1"
+        " 1W1 0W0 STEP"
+    )
     assert parse_schedule(text).last_backwards(0) == {Action(Kind.W, 1, 1), Action(Kind.W, 0, 0)}

@@ -9,6 +9,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.drawing import text
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
+from tests.support.marks import marked_rows
 
 
 def test_a_lowered_schedule_is_drawn_like_the_built_one() -> None:
@@ -26,7 +27,9 @@ def test_time_in_columns() -> None:
 
 
 def test_stages_are_named_where_a_rank_has_several() -> None:
-    schedule = parse_schedule("# hand pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0\n")
+    schedule = parse_schedule(
+        "# hand pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0\n"
+    )
     assert text(schedule).split("\n")[1:] == [
         "rank 0 | 0F0 .   2F0 .   .   2B0 .   0B0",
         "rank 1 | .   1F0 .   3F0 3B0 .   1B0 .",
@@ -43,6 +46,7 @@ def test_a_cost_that_dwarfs_all_others_is_drawn_too() -> None:
     assert max(map(len, drawn.splitlines())) <= 100
 
 
+@marked_rows("long", "gpipe-130-20", "1f1b-130-20")
 @pytest.mark.parametrize("pp", [1, 2, 3, 8, 9, 20])
 @pytest.mark.parametrize("chunks", [1, 7, 130])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -1,6 +1,7 @@
 """Whole schedules as text, built, lowered and drawn: a change of one is a diff to read in a review.
 
-After a wanted change write them again with ``python tests/framework/schedule/test_schedule_golden.py``; read the diff.
+After a wanted change write them again with ``python
+tests/framework/schedule/test_schedule_golden.py``; read the diff.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ CASES = [
 
 
 def golden_path(name: str, pp: int, chunks: int, interleave: int) -> Path:
-    return GOLDEN / f"{name}-pp{pp}-chunks{chunks}{f'-interleave{interleave}' if interleave > 1 else ''}.txt"
+    return (
+        GOLDEN
+        / f"{name}-pp{pp}-chunks{chunks}{f'-interleave{interleave}' if interleave > 1 else ''}.txt"
+    )
 
 
 def golden_text(name: str, pp: int, chunks: int, interleave: int) -> str:

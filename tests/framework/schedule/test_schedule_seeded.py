@@ -1,4 +1,5 @@
-"""Faults planted in a schedule that a user brings as text: each is named, with the grid and an arrow under its place.
+"""Faults planted in a schedule that a user brings as text: each is named,
+with the grid and an arrow under its place.
 
 Once in computations alone, which are lowered first, and once in rows that hold their communication.
 """
@@ -33,7 +34,9 @@ LOWERED = """\
 
 
 def checked(path: Path, text: str, *edits: tuple[str, str]) -> tuple[Schedule, list[Fault], str]:
-    """What is in the file after the edits, the faults that are found, causes first, and their report."""
+    """What is in the file after the edits, the faults that are found, causes first,
+    and their report.
+    """
     for old, new in edits:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -57,6 +60,11 @@ SEEDED = [
     ("swap I and F", COMPUTED, ("3F1 3I1", "3I1 3F1"), Fault.BACKWARD_TOO_EARLY, "3I1"),
     ("swap across the turn", COMPUTED, ("1F0 2F0", "2F0 1F0"), Fault.USED_TOO_EARLY, "2F0"),
     ("swap a send and its F", LOWERED, ("0F0 0SEND_F0", "0SEND_F0 0F0"), Fault.SENT_TOO_EARLY, "0SEND_F0"),
+    ("use before its receive", LOWERED, ("1RECV_F0 1F0", "1F0 1RECV_F0"), Fault.USED_TOO_EARLY, "1F0"),
+    ("a gradient before its receive", LOWERED, ("0RECV_B1 0I1", "0I1 0RECV_B1"), Fault.USED_TOO_EARLY, "0I1"),
+    ("a gradient sent too early", LOWERED, ("1I1 1SEND_B1", "1SEND_B1 1I1"), Fault.SENT_TOO_EARLY, "1SEND_B1"),
+    ("no such message", LOWERED, ("1F1 1I1", "1F1 1SEND_F1 1I1"), Fault.UNEXPECTED, "1SEND_F1"),
+    ("no such stage", COMPUTED, ("0F2", "0F2 4F2"), Fault.UNEXPECTED, "4F2"),
     ("a micro-batch twice", COMPUTED, ("0F2", "0F2 0F1"), Fault.REPEATED, "0F1"),
     ("W before its I", COMPUTED, ("2I1 2W1", "2W1 2I1"), Fault.WEIGHTS_TOO_EARLY, "2W1"),
     ("cross two sends", LOWERED, ("0SEND_F0 0F1 {0SEND_F1+0RECV_B0}", "0F1 {0SEND_F1+0SEND_F0+0RECV_B0}"),
@@ -83,15 +91,10 @@ def test_seeded(text: str, edit: tuple[str, str], fault: Fault, at: str, tmp_pat
     assert at in word.strip("{}").split("+")
 
 
-def test_each_has_a_name_of_its_own() -> None:
-    names = {name: fault for name, _, _, fault, _ in SEEDED}
-    asked = ["drop a receive", "swap I and F", "a micro-batch twice", "W before its I", "cross two sends", "wrong rank"]
-    asked += ["drop a W", "I and B both"]
-    assert len({names[name] for name in asked}) == len(asked)
-
-
 def test_rows_that_wait_for_each_other_are_a_deadlock(tmp_path: Path) -> None:
-    """Rank 0 wants the gradient of micro-batch 0 before it sends 1; rank 1 wants 1 before it makes that gradient."""
+    """Rank 0 wants the gradient of micro-batch 0 before it sends 1;
+    rank 1 wants 1 before it makes that gradient.
+    """
     text = "# mine pp=2 num_stages=2 chunks=2 placement=loop\n0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n"
     for channel in Channel:
         path = tmp_path / "mine.txt"
@@ -105,7 +108,9 @@ def test_rows_that_wait_for_each_other_are_a_deadlock(tmp_path: Path) -> None:
 
 @st.composite
 def broken(draw: st.DrawFn) -> tuple[Schedule, set[Fault]]:
-    """A built schedule with one computation dropped, doubled, moved, or given to another rank; what must be found."""
+    """A built schedule with one computation dropped, doubled, moved, or given to another rank;
+    what must be found.
+    """
     schedule = draw(built(max_pp=4, max_chunks=6))
     rows = [[action for _, action in schedule.actions(rank)] for rank in range(schedule.pp)]
     rank = draw(st.integers(0, schedule.pp - 1))
@@ -131,7 +136,9 @@ def broken(draw: st.DrawFn) -> tuple[Schedule, set[Fault]]:
 
 @settings(deadline=None, max_examples=150)
 @given(broken())
-def test_whatever_is_wrong_with_computations_is_found_and_lowering_takes_it(case: tuple[Schedule, set[Fault]]) -> None:
+def test_whatever_is_wrong_with_computations_is_found_and_lowering_takes_it(
+    case: tuple[Schedule, set[Fault]],
+) -> None:
     schedule, must = case
     lowered = lower(schedule)
     problems = check(lowered)
@@ -149,11 +156,16 @@ def test_whatever_is_wrong_with_computations_is_found_and_lowering_takes_it(case
 
 
 def needs(action: Action) -> list[Action]:
-    """What a computation needs, wherever and in whichever form it is computed; from the definition alone."""
+    """What a computation needs, wherever and in whichever form it is computed;
+    from the definition alone.
+    """
     offsets = {
         Kind.F: [(Kind.F, -1)],
         Kind.B: [(Kind.F, 0), (Kind.B, 1), (Kind.I, 1)],
         Kind.I: [(Kind.F, 0), (Kind.B, 1), (Kind.I, 1)],
         Kind.W: [(Kind.I, 0)],
     }
-    return [action._replace(kind=kind, stage=(action.stage or 0) + by) for kind, by in offsets.get(action.kind, [])]
+    return [
+        action._replace(kind=kind, stage=(action.stage or 0) + by)
+        for kind, by in offsets.get(action.kind, [])
+    ]

@@ -1,4 +1,6 @@
-"""A locale without UTF-8: the C locale with Python's UTF-8 mode off, Latin-1. Text may be escaped; all goes on."""
+"""A locale without UTF-8: the C locale with Python's UTF-8 mode off, Latin-1. Text may be escaped;
+all goes on.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,15 @@ def test_a_run_of_several_ranks_goes_on(shell: Shell) -> None:
     assert "kä│se" in (shell.directory / "runs/mpi/config.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_failing_rank_says_why_in_any_text(shell: Shell) -> None:
     """The message passes a record, a log and two processes."""
     done = shell.run(
-        "-m", "meshwright_launch", "train", "a.toml", "--data.builder=tests.framework.system.test_encodings:refused"
+        "-m",
+        "meshwright_launch",
+        "train",
+        "a.toml",
+        "--data.builder=tests.framework.system.test_encodings:refused",
     )
     assert done.returncode != 0 and "UnicodeEncodeError" not in done.stderr
     assert "gr\\xf6\\xdfer \\u2502" in done.stderr
@@ -54,12 +60,16 @@ def refused(split: str) -> list[object]:
 
 def test_a_name_that_the_locale_cannot_write_is_one_message(shell: Shell) -> None:
     done = shell.run("-m", "meshwright_launch", "train", "a.toml", "--run.directory=läufe")
-    assert done.returncode == 2 and "LC_ALL=C.UTF-8" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2 and "LC_ALL=C.UTF-8" in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_streams_of_any_encoding_take_any_text(encoding: str, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_any_encoding_take_any_text(
+    encoding: str, errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those of a script of the user's own, which has not called ``make_printable``."""
     for prepared in (False, True):
         raw = io.BytesIO()
@@ -84,9 +94,17 @@ def calls_without_encoding(source: str) -> Iterator[tuple[int, str]]:
         if not isinstance(call, ast.Call):
             continue
         given = {keyword.arg for keyword in call.keywords}
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        texts = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        is_pipe = name in ("run", "Popen", "check_output") and bool(given & {"text", "universal_newlines"})
+        name = (
+            call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        )
+        texts = [
+            each.value
+            for each in call.args
+            if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        ]
+        is_pipe = name in ("run", "Popen", "check_output") and bool(
+            given & {"text", "universal_newlines"}
+        )
         is_text = isinstance(call.func, ast.Attribute) and (
             name == "write_text"
             or (name == "read_text" and not call.args)
@@ -105,7 +123,9 @@ def test_no_file_or_pipe_has_the_locales_encoding() -> None:
     assert not found, "\n".join(['add encoding="utf-8":', *found])
 
 
-@pytest.mark.parametrize("source", ["p.write_text('x', {})", "p.open('a', {})", "p.read_text({})", "run(['a'], {})"])
+@pytest.mark.parametrize(
+    "source", ["p.write_text('x', {})", "p.open('a', {})", "p.read_text({})", "run(['a'], {})"]
+)
 def test_a_call_without_encoding_is_seen(source: str) -> None:
     pipe = "text=True" if source.startswith("run") else ""
     assert list(calls_without_encoding(source.format(pipe)))

@@ -17,7 +17,9 @@ def addresses() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(
+                    asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode())
+                )
             except OSError:
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
@@ -33,4 +35,6 @@ def test_an_own_address_is_that_interfaces() -> None:
     own = {name: address for name, address in addresses().items() if not address.startswith("127.")}
     if not own:
         pytest.skip("this machine has the loopback only")
-    assert {name: interface_towards(address) for name, address in own.items()} == {name: name for name in own}
+    assert {name: interface_towards(address) for name, address in own.items()} == {
+        name: name for name in own
+    }

@@ -1,4 +1,6 @@
-"""Private names of torch: each is named where it is used, and exists in the torch that is installed."""
+"""Private names of torch: each is named where it is used,
+and exists in the torch that is installed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ def missing_in_fsdp(names: list[str]) -> list[str]:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     kind = torch.bfloat16
     group = open_mesh(Grid(dp=2), "cpu").replicas
-    fsdp = FsdpLayers(*(layers, group, kind, torch.device("cpu")), offload=False, ignored=set(), experts=ExpertUnits())
+    fsdp = FsdpLayers(
+        *(layers, group, kind, torch.device("cpu")),
+        offload=False,
+        ignored=set(),
+        experts=ExpertUnits(),
+    )
     layers[1](layers[0](torch.randn(2, 4, dtype=kind, requires_grad=True))).sum().backward()
     unit = next(fsdp.units())
     objects = {
@@ -51,12 +58,15 @@ def missing_in_fsdp(names: list[str]) -> list[str]:
         "FSDPParam": unit.fsdp_params[0],
     }
     owners = {name: objects[name.split(".")[-2]] for name in names}
-    assert all(type(owner).__name__.startswith(("FSDP", name.split(".")[-2])) for name, owner in owners.items())
+    assert all(
+        type(owner).__name__.startswith(("FSDP", name.split(".")[-2]))
+        for name, owner in owners.items()
+    )
     return [name for name, owner in owners.items() if not hasattr(owner, name.rpartition(".")[2])]
 
 
 def compiled() -> nn.Module:
-    """A module to which torch.compile is applied."""
+    """Return a module to which torch.compile is applied."""
     module = nn.Linear(2, 2)
     module.compile(backend="eager")
     return module
@@ -87,11 +97,16 @@ def mode_stack() -> bool:
         pass
 
     with Mode() as mode:
-        return mode in torch.overrides._get_current_function_mode_stack() and torch._C._len_torch_function_stack() == 1
+        return (
+            mode in torch.overrides._get_current_function_mode_stack()
+            and torch._C._len_torch_function_stack() == 1
+        )
 
 
 def runs_in_backward() -> bool:
-    """The task of a backward has a number, and none outside; a parameter's node is among those that run."""
+    """The task of a backward has a number, and none outside;
+    a parameter's node is among those that run.
+    """
     weight, tasks = nn.Parameter(torch.ones(2)), []
     node = torch.autograd.graph.get_gradient_edge(weight).node
 
@@ -146,11 +161,19 @@ EXERCISES: dict[str, Callable[[], bool]] = {
     "torch.Tensor._backward_hooks": hooks,
     "torch.Tensor._post_accumulate_grad_hooks": hooks,
     "torch.nn.Module._compiled_call_impl": lambda: compiled()._compiled_call_impl is not None,
-    "torch.nn.modules.batchnorm._BatchNorm": lambda: isinstance(nn.BatchNorm1d(2), nn.modules.batchnorm._BatchNorm),
-    "torch.nn.modules.batchnorm._NormBase": lambda: isinstance(nn.InstanceNorm1d(2), nn.modules.batchnorm._NormBase),
-    "torch.nn.modules.conv._ConvNd": lambda: isinstance(nn.Conv1d(2, 2, 1), nn.modules.conv._ConvNd),
+    "torch.nn.modules.batchnorm._BatchNorm": lambda: isinstance(
+        nn.BatchNorm1d(2), nn.modules.batchnorm._BatchNorm
+    ),
+    "torch.nn.modules.batchnorm._NormBase": lambda: isinstance(
+        nn.InstanceNorm1d(2), nn.modules.batchnorm._NormBase
+    ),
+    "torch.nn.modules.conv._ConvNd": lambda: isinstance(
+        nn.Conv1d(2, 2, 1), nn.modules.conv._ConvNd
+    ),
 }
-"""Name -> whether it does what it is used for. Others only have to exist here; the rooms' own tests use them."""
+"""Name -> whether it does what it is used for. Others only have to exist here;
+the rooms' own tests use them.
+"""
 RECORDERS = {f"torch._C._distributed_c10d.{name}" for name in DUMPS}
 """A build has that of NCCL, or that of other backends."""
 
@@ -189,34 +212,51 @@ def test_the_installed_torch_has_every_private_name(pool: RankPool) -> None:
     names = [name for name, files in used.items() if files and name not in RECORDERS]
     assert len(names) > 40
     missing = pool.run(missing_here, 2, names)[0]
-    assert not missing, f"torch {torch.__version__} lacks { ({name: used[name] for name in missing}) }"
+    assert not missing, (
+        f"torch {torch.__version__} lacks { ({name: used[name] for name in missing}) }"
+    )
     assert any(exists(name) for name in RECORDERS)
-    assert all(exists(name) for name in SETTLED if not name.endswith(("_", "_pytree", "_python_dispatch")))
+    assert all(
+        exists(name) for name in SETTLED if not name.endswith(("_", "_pytree", "_python_dispatch"))
+    )
 
 
 def test_a_missing_attribute_of_fsdp_is_seen(pool: RankPool) -> None:
-    names = [f"{FSDP}._fsdp_param.FSDPParam._no_such_attribute", f"{FSDP}._fsdp_param.FSDPParam.sharded_param"]
+    names = [
+        f"{FSDP}._fsdp_param.FSDPParam._no_such_attribute",
+        f"{FSDP}._fsdp_param.FSDPParam.sharded_param",
+    ]
     assert pool.run(missing_here, 2, names)[0] == names[:1]
 
 
 def test_the_installed_torch_was_read() -> None:
     versions = [each for files in declared().values() for each in files.values()]
-    assert any(is_in(each, RELEASE) for each in versions), f"no file has read torch {torch.__version__}"
+    assert any(is_in(each, RELEASE) for each in versions), (
+        f"no file has read torch {torch.__version__}"
+    )
 
 
 def test_every_private_name_is_named() -> None:
-    """A file that reads one names it, with versions, in its PRIVATE_TORCH: attributes of objects, and dotted names."""
+    """A file that reads one names it, with versions, in its PRIVATE_TORCH: attributes of objects,
+    and dotted names.
+    """
     assert unnamed() == {}
     for path, tree in sources().items():
         named = [f"{name}." for name in declared_in(path, tree)]
-        unknown = [name for name in private_names(tree) if not any(each.startswith(f"{name}.") for each in named)]
+        unknown = [
+            name
+            for name in private_names(tree)
+            if not any(each.startswith(f"{name}.") for each in named)
+        ]
         assert not unknown, f"{path.name}: {unknown}"
 
 
 def test_what_counts_as_private() -> None:
     source = "a._b\nself._c\ngetattr(d, '_e', None)\nf.__g__\nh._i()._j\n"
     assert private_attributes(ast.parse(source)) == {"_b", "_e", "_i", "_j"}
-    assert is_in("2.11-2.14", (2, 11)) and not is_in("2.11-2.14", (2, 15)) and is_in("2.15", (2, 15))
+    assert (
+        is_in("2.11-2.14", (2, 11)) and not is_in("2.11-2.14", (2, 15)) and is_in("2.15", (2, 15))
+    )
 
 
 def test_a_missing_name_is_seen() -> None:
@@ -225,4 +265,6 @@ def test_a_missing_name_is_seen() -> None:
 
 
 def test_the_page_has_the_names() -> None:
-    assert document() == DOCUMENT.read_text(), "`python -m tests.support.private_torch` writes it anew"
+    assert document() == DOCUMENT.read_text(), (
+        "`python -m tests.support.private_torch` writes it anew"
+    )

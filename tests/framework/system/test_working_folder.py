@@ -1,4 +1,6 @@
-"""Folders whose names meshwright chose: nothing is written, truncated or deleted through a link, or in other users'."""
+"""Folders whose names meshwright chose: nothing is written, truncated or deleted through a link,
+or in other users'.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.doctor import facts
 from meshwright.doctor.findings import Finding
 from meshwright.doctor.rank import BAD_NODES, write_bad_nodes
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError
 from meshwright.optimizer.offload import _mapped
 from meshwright.pipeline import compiled
 from meshwright.pipeline.compiled import check_cache
@@ -22,7 +24,7 @@ from meshwright.run.files import SINK_FOLDERS, check_run_files
 from meshwright.system.working_folder import make_working_folder, why_not_own
 from meshwright_launch import leftovers
 from tests.framework.data.corpora import bytes_tokenizer, made, write_lines
-from tests.support.errors import has_code
+from tests.support.errors import raises
 
 CONTENTS = {
     "state.json": "state",
@@ -46,7 +48,11 @@ def theirs(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def in_place_of(work: Path, theirs: Path) -> None:
@@ -86,7 +92,16 @@ def a_fifo(work: Path, theirs: Path) -> None:
     os.mkfifo(work / "lock")
 
 
-PLANTED = [in_place_of, dangling, linked_corpus, linked_lengths, linked_lock, hard_link, a_file, a_fifo]
+PLANTED = [
+    in_place_of,
+    dangling,
+    linked_corpus,
+    linked_lengths,
+    linked_lock,
+    hard_link,
+    a_file,
+    a_fifo,
+]
 
 
 @pytest.mark.parametrize("plant", PLANTED)
@@ -94,12 +109,14 @@ def test_a_preparation_leaves_what_links_lead_to(
     plant: Callable[[Path, Path], None], theirs: Path, tmp_path: Path
 ) -> None:
     tokenizer = bytes_tokenizer(tmp_path)
-    lines = write_lines(tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(40)])
+    lines = write_lines(
+        tmp_path / "a.jsonl", [{"text": f"document {number}"} for number in range(40)]
+    )
     before, work = contents(theirs), tmp_path / "out" / ".corpus.preparing"
     work.parent.mkdir()
     plant(work, theirs)
     for replace in (False, True):
-        with pytest.raises(DataError, match=r"\.corpus\.preparing.*move it away", check=has_code("MW-SYSTEM-009")):
+        with raises("MW-SYSTEM-009", ".corpus.preparing"):
             made(work.parent / "corpus", tokenizer, lines, replace=replace)
     assert contents(theirs) == before and not (theirs / "new").exists()
     work.rename(tmp_path / "away")
@@ -114,7 +131,9 @@ def test_a_preparation_leaves_what_links_lead_to(
 def test_a_corpus_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(9):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"some text, the {number}th of nine, and more words\n" * 20)
+        (tmp_path / "texts" / f"{number}.txt").write_text(
+            f"some text, the {number}th of nine, and more words\n" * 20
+        )
     real = prepare_files([tmp_path / "texts"], tmp_path / "real", vocab_size=280).out
     before = {path.name: path.read_bytes() for path in real.iterdir()}
     (tmp_path / "link").symlink_to(real)
@@ -126,26 +145,28 @@ def test_a_corpus_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> No
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
 def test_folders_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a directory of one's own and in a shared one; the owner of the directory above may own what is in it."""
+    """In a directory of one's own and in a shared one;
+    the owner of the directory above may own what is in it.
+    """
     folder = tmp_path / "shared" / "work"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("")
     assert why_not_own(folder) is None
     os.chown(folder, 4321, -1)
     assert why_not_own(folder) == "belongs to another user (uid 4321), who may change what is in it"
-    with pytest.raises(ConfigError, match=r"work belongs to another user", check=has_code("MW-SYSTEM-009")):
+    with raises("MW-SYSTEM-009", "work"):
         make_working_folder(folder, ConfigError)
     os.chown(tmp_path / "shared", 4321, -1)
     assert why_not_own(folder) is None, "squashed root: whoever owns the directory above owns this"
     make_working_folder(folder, ConfigError)
     os.chown(folder / "state.json", 4322, -1)
-    with pytest.raises(ConfigError, match=r"state\.json belongs to another user"):
+    with raises("MW-SYSTEM-009", "state.json"):
         make_working_folder(folder, ConfigError)
 
     os.chown(tmp_path / "shared", 0, -1)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(compiled, "default_cache", lambda: folder)
-    with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR", check=has_code("MW-PIPELINE-047")):
+    with raises("MW-PIPELINE-047", "TORCHINDUCTOR_CACHE_DIR"):
         check_cache()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     check_cache()
@@ -161,7 +182,7 @@ def test_a_compile_cache_that_is_a_link(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiled, "default_cache", lambda: tmp_path / "cache")
     check_cache()
     (tmp_path / "cache").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="is a symbolic link", check=has_code("MW-PIPELINE-047")):
+    with raises("MW-PIPELINE-047"):
         check_cache()
 
 
@@ -170,7 +191,7 @@ def test_folders_of_sinks_in_a_run(name: str, theirs: Path, tmp_path: Path) -> N
     run = tmp_path / "run"
     run.mkdir()
     (run / name).symlink_to(theirs)
-    with pytest.raises(ConfigError, match=rf"{name} is a symbolic link", check=has_code("MW-RUN-009")):
+    with raises("MW-RUN-009", name):
         check_run_files(run)
     (run / name).unlink()
     (run / name).mkdir()
@@ -181,7 +202,9 @@ def test_folders_of_sinks_in_a_run(name: str, theirs: Path, tmp_path: Path) -> N
 def test_an_offload_file_has_no_name_that_others_could_replace(
     theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody replaces each name in the directory as soon as it is there: by a link to another file."""
+    """Somebody replaces each name in the directory as soon as it is there:
+    by a link to another file.
+    """
     import tempfile
 
     make, directory = tempfile.mkstemp, tmp_path / "offload"
@@ -196,10 +219,16 @@ def test_an_offload_file_has_no_name_that_others_could_replace(
     before = contents(theirs)
     tensor = _mapped(directory, 5, torch.float32)
     tensor.fill_(7.0)
-    assert tensor.tolist() == [7.0] * 5 and contents(theirs) == before and not list(directory.iterdir())
+    assert (
+        tensor.tolist() == [7.0] * 5
+        and contents(theirs) == before
+        and not list(directory.iterdir())
+    )
 
 
-def test_leftovers_of_launchers_behind_a_link(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_launchers_behind_a_link(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(leftovers, "YOUNG_S", -1)
     monkeypatch.setattr(leftovers, "_temporary_directory", lambda: tmp_path)
     (tmp_path / f"{leftovers.PREFIX}own").mkdir()

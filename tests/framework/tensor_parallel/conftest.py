@@ -1,4 +1,6 @@
-"""megatron-core is imported while the tests are collected: ranks are forked afterwards and need not import it each."""
+"""megatron-core is imported while the tests are collected:
+ranks are forked afterwards and need not import it each.
+"""
 
 from __future__ import annotations
 

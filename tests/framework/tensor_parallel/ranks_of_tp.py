@@ -16,18 +16,22 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 
 def tp_group(rank: int, tp: int) -> Group:
-    """All ranks of the world as one tp group."""
+    """Return all ranks of the world as one tp group."""
     return Group("tp", tuple(range(tp)), rank, dist.group.WORLD, Traffic())
 
 
 def lonely_group(rank: int, tp: int) -> Group:
-    """A place in a tp group that cannot talk: enough for all that is decided before anyone speaks."""
+    """Return a place in a tp group that cannot talk:
+    enough for all that is decided before anyone speaks.
+    """
     return Group("tp", tuple(range(tp)), rank, None, Traffic())
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The same random tensor on every rank."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    """Return the same random tensor on every rank."""
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def part(whole: Tensor, dim: int, rank: int, tp: int) -> Tensor:
@@ -36,12 +40,16 @@ def part(whole: Tensor, dim: int, rank: int, tp: int) -> Tensor:
 
 
 def held(whole: Tensor, slice_: Slice | None) -> Tensor:
-    """The rows or columns of a whole tensor that a slice names, without padding."""
-    return whole if slice_ is None else whole.narrow(slice_.dim, slice_.start, slice_.stop - slice_.start)
+    """Return the rows or columns of a whole tensor that a slice names, without padding."""
+    return (
+        whole
+        if slice_ is None
+        else whole.narrow(slice_.dim, slice_.start, slice_.stop - slice_.start)
+    )
 
 
 def padding(local: Tensor, slice_: Slice) -> Tensor:
-    """The rows of a local tensor beyond its slice."""
+    """Return the rows of a local tensor beyond its slice."""
     length = slice_.stop - slice_.start
     return local.narrow(slice_.dim, length, slice_.padded - length)
 
@@ -55,7 +63,7 @@ def fill(module: ModuleType, seed: int = 0) -> ModuleType:
 
 
 def summed(partial: Tensor) -> Tensor:
-    """The sum of everyone's tensor."""
+    """Return the sum of everyone's tensor."""
     partial = partial.clone()
     dist.all_reduce(partial)
     return partial

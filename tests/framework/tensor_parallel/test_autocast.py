@@ -1,4 +1,6 @@
-"""Linears under torch.autocast, in float32: whole numbers that bfloat16 holds, so that all sums are exact."""
+"""Linears under torch.autocast, in float32: whole numbers that bfloat16 holds,
+so that all sums are exact.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def autocast_rank(rank: int, tp: int, sequence: bool, splits: bool) -> None:
         block.up = ColumnLinear(block.up, group, sequence)
         block.down = RowLinear(block.down, group, sequence)
     x, gradient = whole_numbers(8, B, S, I), whole_numbers(9, B, S, I)
-    local_x, local_gradient = (part(whole, 1, rank, tp) if sequence else whole for whole in (x, gradient))
+    local_x, local_gradient = (
+        part(whole, 1, rank, tp) if sequence else whole for whole in (x, gradient)
+    )
     expected = run(plain, x, gradient, splits=False)
     for found, whole in zip(run(block, local_x, local_gradient, splits), expected, strict=True):
         assert torch.equal(found, part(whole, 1, rank, tp) if sequence else whole)
@@ -78,7 +82,11 @@ def autocast_rank(rank: int, tp: int, sequence: bool, splits: bool) -> None:
             assert torch.equal(local, held(parameter.grad, slice_))
 
 
-@pytest.mark.parametrize(("tp", "sequence", "splits"), [(1, False, True), (2, False, False), (2, True, True)])
-def test_linears_in_autocast_equal_the_plain_ones(pool: RankPool, tp: int, sequence: bool, splits: bool) -> None:
+@pytest.mark.parametrize(
+    ("tp", "sequence", "splits"), [(1, False, True), (2, False, False), (2, True, True)]
+)
+def test_linears_in_autocast_equal_the_plain_ones(
+    pool: RankPool, tp: int, sequence: bool, splits: bool
+) -> None:
     """Split over tp and within a split backward, whose weights' gradients are then part of I."""
     pool.run(autocast_rank, tp, sequence, splits)

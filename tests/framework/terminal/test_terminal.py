@@ -17,7 +17,18 @@ from meshwright_launch.cli import main
 from tests.plan.report.builders import make_run, record
 
 ROOT = Path(__file__).parents[3]
-HOSTILE = ["\x1b[2J", "\x1b]0;title\x07", "\r", "\x08", "\x9b31m", "\u202e", "\u2066", "\x7f", "\x00", "\u2028"]
+HOSTILE = [
+    "\x1b[2J",
+    "\x1b]0;title\x07",
+    "\r",
+    "\x08",
+    "\x9b31m",
+    "\u202e",
+    "\u2066",
+    "\x7f",
+    "\x00",
+    "\u2028",
+]
 
 
 def controls(text: str) -> list[str]:
@@ -41,14 +52,20 @@ def test_a_tensor_name_is_shown_visibly(tmp_path: Path, capsys: pytest.CaptureFi
     tree = json.loads(manifest.read_text())
     tree["tensors"] = {f"weights/{name}": each for each in tree["tensors"].values()}
     manifest.write_text(json.dumps(tree))
-    for words in (["checkpoint", "show", manifest.parent], ["report", directory], ["status", tmp_path / name]):
+    for words in (
+        ["checkpoint", "show", manifest.parent],
+        ["report", directory],
+        ["status", tmp_path / name],
+    ):
         main([str(word) for word in words])
         said = capsys.readouterr()
         assert not controls(said.out + said.err), words
     assert r"\x1b]0;owned\x07\x0d\u202e" in said.err
 
 
-def test_a_value_of_a_configuration_is_shown_visibly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_of_a_configuration_is_shown_visibly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.toml"
     path.write_text('[run]\nname = "\\u001b[31mred\\r"\n"\\u001b[2Jkey" = 1\n')
     assert main(["config", "show", str(path)]) == 2
@@ -81,7 +98,9 @@ threads = [threading.Thread(target=work, args=(letter,)) for letter in "abcd"]
 
 
 def test_lines_of_threads_stay_whole() -> None:
-    ran = subprocess.run([sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert ran.returncode == 0
     whole = {letter * 40 for letter in "abcd"}
     said = ran.stdout.splitlines() + ran.stderr.splitlines()

@@ -1,4 +1,6 @@
-"""What the tests of tracking share: a way to make records, and an environment without the user's wandb."""
+"""What the tests of tracking share: a way to make records,
+and an environment without the user's wandb.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Metrics of GPUs over a module with pynvml's API: their values, failures and queries that block; and the real NVML."""
+"""Metrics of GPUs over a module with pynvml's API: their values, failures and queries that block;
+and the real NVML.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,20 @@ H100 = {
 }
 NAMES = {
     *("gpu/utilization_share", "gpu/min_utilization_share", "gpu/memory_gib", "gpu/max_memory_gib"),
-    *("gpu/power_w", "gpu/min_power_w", "gpu/max_power_w", "gpu/temperature_c", "gpu/max_temperature_c"),
-    *("gpu/sm_clock_mhz", "gpu/min_sm_clock_mhz", "gpu/power_capped_share", "gpu/throttled_share", "gpu/devices"),
+    *(
+        "gpu/power_w",
+        "gpu/min_power_w",
+        "gpu/max_power_w",
+        "gpu/temperature_c",
+        "gpu/max_temperature_c",
+    ),
+    *(
+        "gpu/sm_clock_mhz",
+        "gpu/min_sm_clock_mhz",
+        "gpu/power_capped_share",
+        "gpu/throttled_share",
+        "gpu/devices",
+    ),
 }
 
 
@@ -60,9 +74,14 @@ def test_what_a_device_does_not_have_is_left_out() -> None:
 
 
 def test_samples_are_folded_over_the_devices_that_have_them() -> None:
-    found = fold([H100, H100 | {"utilization_share": 0.5, "temperature_c": 80.0}, {"utilization_share": 0.0}])
+    found = fold(
+        [H100, H100 | {"utilization_share": 0.5, "temperature_c": 80.0}, {"utilization_share": 0.0}]
+    )
     assert set(found) == NAMES and found["gpu/devices"] == 3
-    assert found["gpu/utilization_share"] == pytest.approx(0.49) and found["gpu/min_utilization_share"] == 0
+    assert (
+        found["gpu/utilization_share"] == pytest.approx(0.49)
+        and found["gpu/min_utilization_share"] == 0
+    )
     assert found["gpu/temperature_c"] == 70.5 and found["gpu/max_temperature_c"] == 80
     assert found["gpu/power_w"] == found["gpu/min_power_w"] == found["gpu/max_power_w"] == 687.412
 
@@ -73,9 +92,14 @@ def test_the_module_has_the_api_of_nvidia_ml_py() -> None:
         if name.startswith("nvml"):
             parameters = list(inspect.signature(getattr(real, name)).parameters.values())
             given = list(inspect.signature(function).parameters)[1:]
-            assert [each.name for each in parameters if each.default is inspect.Parameter.empty] == given, name
+            assert [
+                each.name for each in parameters if each.default is inspect.Parameter.empty
+            ] == given, name
     assert issubclass(real.NVMLError, Exception)
-    assert real.NVML_TEMPERATURE_GPU == FakeNvml.NVML_TEMPERATURE_GPU and real.NVML_CLOCK_SM == FakeNvml.NVML_CLOCK_SM
+    assert (
+        real.NVML_TEMPERATURE_GPU == FakeNvml.NVML_TEMPERATURE_GPU
+        and real.NVML_CLOCK_SM == FakeNvml.NVML_CLOCK_SM
+    )
     assert real.nvmlClocksThrottleReasonSwPowerCap == gpu.POWER_CAP
     assert (
         real.nvmlClocksThrottleReasonHwSlowdown
@@ -128,7 +152,9 @@ def rank_1_hangs(config: meshwright.RunConfig) -> None:
         with Path(config.run.directory, "told").open("a") as file:
             file.write(message + "\n")
 
-    meshwright.run_training(config, [Slow(), GpuMetrics(device, 2 * PERIOD_S, warn), UntilOneIsLeft()])
+    meshwright.run_training(
+        config, [Slow(), GpuMetrics(device, 2 * PERIOD_S, warn), UntilOneIsLeft()]
+    )
 
 
 def records_of(directory: Path) -> list[dict[str, float]]:
@@ -136,6 +162,7 @@ def records_of(directory: Path) -> list[dict[str, float]]:
     return [extra for extra in found if extra]
 
 
+@pytest.mark.long
 def test_metrics_of_two_ranks_reach_the_record_the_sinks_and_the_report(tmp_path: Path) -> None:
     tracking = {"sinks": ["tensorboard"]}
     meshwright.spawn(run_on_two, made(tmp_path, parallel={"dp": 2}, tracking=tracking))
@@ -155,6 +182,7 @@ def test_metrics_of_two_ranks_reach_the_record_the_sinks_and_the_report(tmp_path
     assert drawn.count("gpu/max_temperature_c") and "gpu/throttled_share" in drawn
 
 
+@pytest.mark.long
 def test_a_query_that_blocks_ends_the_metrics_of_its_device_alone(tmp_path: Path) -> None:
     meshwright.spawn(rank_1_hangs, made(tmp_path, parallel={"dp": 2}, train={"steps": 200}))
     steps = [record.step for record in read_records(tmp_path / "own/metrics.jsonl")]
@@ -162,28 +190,41 @@ def test_a_query_that_blocks_ends_the_metrics_of_its_device_alone(tmp_path: Path
     devices = [each["gpu/devices"] for each in records_of(tmp_path)]
     assert 2 in devices and devices[-1] == 1
     (line,) = (tmp_path / "told").read_text().splitlines()
-    assert line.startswith("no metrics of the GPU of rank ") and "NVML has not answered for " in line
+    assert (
+        line.startswith("no metrics of the GPU of rank ") and "NVML has not answered for " in line
+    )
 
 
 def lines_of(directory: Path, fake: Any, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines about GPUs of a run, which must take all its steps and record no metric of a GPU."""
+    """Return the lines about GPUs of a run, which must take all its steps
+    and record no metric of a GPU.
+    """
     run(made(directory), fake)
-    assert len(list(read_records(directory / "own/metrics.jsonl"))) == 6 and not records_of(directory)
+    assert len(list(read_records(directory / "own/metrics.jsonl"))) == 6 and not records_of(
+        directory
+    )
     return [line for line in capsys.readouterr().err.splitlines() if "GPU" in line]
 
 
-def test_an_nvml_that_raises_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_an_nvml_that_raises_gives_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lost = dict.fromkeys(FakeNvml().answers, NVMLError("GPU is lost"))
     (line,) = lines_of(tmp_path, lambda device: NvmlDevice(FakeNvml(**lost), UUID), capsys)
     assert "no metrics of the GPU of rank 0 on" in line and "NVMLError: GPU is lost" in line
 
 
-def test_an_nvml_that_hangs_from_the_start_delays_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_an_nvml_that_hangs_from_the_start_delays_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (line,) = lines_of(tmp_path, lambda device: NvmlDevice(FakeNvml(hangs_after=0), UUID), capsys)
     assert "NVML has not answered for" in line
     assert all(record.step_s < 1 for record in read_records(tmp_path / "own/metrics.jsonl"))
 
 
+@pytest.mark.long
 def test_without_the_package_there_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +234,9 @@ def test_without_the_package_there_is_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_real_library_without_a_gpu_gives_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_real_library_without_a_gpu_gives_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("pynvml")
     (line,) = lines_of(tmp_path, open_device, capsys)
     assert "NVMLError_LibraryNotFound: NVML Shared Library Not Found" in line
@@ -202,7 +245,9 @@ def test_the_real_library_without_a_gpu_gives_one_line(tmp_path: Path, capsys: p
 def test_an_observer_is_there_on_gpus_alone_and_unless_the_key_forbids_it() -> None:
     def observers(device: str, wanted: bool) -> int:
         config = meshwright.RunConfig.model_validate({"tracking": {"gpu_metrics": wanted}})
-        parts: Any = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device(device)))
+        parts: Any = SimpleNamespace(
+            config=config, mesh=SimpleNamespace(device=torch.device(device))
+        )
         return len(gpu_metrics(parts))
 
     assert (observers("cuda", True), observers("cuda", False), observers("cpu", True)) == (1, 0, 0)
@@ -213,5 +258,15 @@ def test_an_observer_is_there_on_gpus_alone_and_unless_the_key_forbids_it() -> N
 def test_a_real_gpu_has_all_quantities() -> None:
     pytest.importorskip("pynvml")
     found = open_device(torch.device("cuda", 0)).sample()
-    assert set(found) >= {"utilization_share", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz"}
-    assert 0 <= found["utilization_share"] <= 1 and 0 < found["memory_gib"] < 1000 and 10 < found["power_w"] < 2000
+    assert set(found) >= {
+        "utilization_share",
+        "memory_gib",
+        "power_w",
+        "temperature_c",
+        "sm_clock_mhz",
+    }
+    assert (
+        0 <= found["utilization_share"] <= 1
+        and 0 < found["memory_gib"] < 1000
+        and 10 < found["power_w"] < 2000
+    )

@@ -7,6 +7,7 @@ import pytest
 from meshwright.mesh.device import peak_memory_bytes
 
 
+@pytest.mark.long
 def test_the_cpu_peak_grows_with_what_is_held_and_does_not_fall() -> None:
     room = peak_memory_bytes("cpu") + 32 * 2**20  # more than the process ever held
     held = b"x" * room

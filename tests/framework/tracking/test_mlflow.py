@@ -1,4 +1,6 @@
-"""MLflow for real, with its store of files: names, values, one run over two starts, and failures that end no run."""
+"""MLflow for real, with its store of files: names, values, one run over two starts,
+and failures that end no run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_name_gives_the_sink() -> None:
-    assert find_sinks(config()) == [MlflowSink]
+    assert find_sinks(config().tracking) == [MlflowSink]
 
 
 def test_two_starts_are_one_run(tmp_path: Path, record) -> None:
@@ -37,15 +39,23 @@ def test_two_starts_are_one_run(tmp_path: Path, record) -> None:
     warnings: list[str] = []
     records = [record(step, extra={"ema/decay": 0.5}) for step in (1, 2, 3)]
     for part in (records[:2], records[2:]):
-        with Tracker(None, [MlflowSink(config(), tmp_path)], warn=warnings.append, close_limit_s=60) as tracker:
+        with Tracker(
+            None, [MlflowSink(config(), tmp_path)], warn=warnings.append, close_limit_s=60
+        ) as tracker:
             for each in part:
                 tracker.write(each)
     assert warnings == []
     client = MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
     [run] = client.search_runs([client.get_experiment_by_name("p").experiment_id])
-    assert run.info.run_name == "n" and run.info.status == "FINISHED" and run.data.params["run.seed"] == "7"
+    assert (
+        run.info.run_name == "n"
+        and run.info.status == "FINISHED"
+        and run.data.params["run.seed"] == "7"
+    )
     for name in metrics(records[0]):
-        history = {each.step: each.value for each in client.get_metric_history(run.info.run_id, name)}
+        history = {
+            each.step: each.value for each in client.get_metric_history(run.info.run_id, name)
+        }
         assert history == {each.step: float(metrics(each)[name]) for each in records}, name
 
 
@@ -54,14 +64,20 @@ def test_a_store_that_refuses_ends_the_sink_alone(tmp_path: Path, record) -> Non
     warnings: list[str] = []
     with Tracker(None, [MlflowSink(config(), tmp_path)], warn=warnings.append) as tracker:
         tracker.write(record(1))
-    assert len(warnings) == 1 and warnings[0].startswith("MlflowSink is switched off after an error"), warnings
+    assert len(warnings) == 1 and warnings[0].startswith(
+        "MlflowSink is switched off after an error"
+    ), warnings
 
 
-def test_a_dead_server_delays_no_run(tmp_path: Path, record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_server_delays_no_run(
+    tmp_path: Path, record, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     warnings: list[str] = []
     began_s = time.monotonic()
-    with Tracker(None, [MlflowSink(config(), tmp_path)], warn=warnings.append, close_limit_s=1.0) as tracker:
+    with Tracker(
+        None, [MlflowSink(config(), tmp_path)], warn=warnings.append, close_limit_s=1.0
+    ) as tracker:
         for step in range(1, 2001):
             tracker.write(record(step))
     assert time.monotonic() - began_s < 30 and warnings

@@ -48,7 +48,13 @@ whole = st.integers(min_value=0, max_value=2**62)
 
 
 def test_names_are_the_ones_people_know(record) -> None:
-    measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "validation_loss": 2.0, "save_s": 1.5}
+    measured = {
+        "tflops_per_device": 0.5,
+        "mfu": 0.25,
+        "bubble_share": 0.125,
+        "validation_loss": 2.0,
+        "save_s": 1.5,
+    }
     measured |= {"mfu_causal": 0.125, "validation_s": 0.75}
     measured["validation_perplexity"] = perplexity(2.0)
     whole_record = record(3, skipped=True, restarts=1, loss_scale=512.0, **measured, **STRAGGLER)
@@ -67,13 +73,25 @@ def test_names_are_the_ones_people_know(record) -> None:
 
 def test_every_field_reaches_a_metric(record) -> None:
     """A field that no metric reads would be measured for nobody."""
-    measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "save_s": 1.5, "loss_scale": 8.0}
+    measured = {
+        "tflops_per_device": 0.5,
+        "mfu": 0.25,
+        "bubble_share": 0.125,
+        "save_s": 1.5,
+        "loss_scale": 8.0,
+    }
     measured |= {"mfu_causal": 0.125, "validation_s": 0.75}
     plain = record(3, validation_loss=2.0, validation_perplexity=7.0, **measured, **STRAGGLER)
     assert from_json(to_json(plain)) == plain
     for field in dataclasses.fields(StepRecord):
         value = getattr(plain, field.name)
-        changed = {"a": 7.0} if field.name == "extra" else f"{value}7" if isinstance(value, str) else value + 7
+        changed = (
+            {"a": 7.0}
+            if field.name == "extra"
+            else f"{value}7"
+            if isinstance(value, str)
+            else value + 7
+        )
         other = dataclasses.replace(plain, **{field.name: changed})
         assert to_json(other) != to_json(plain), field.name
 
@@ -82,21 +100,41 @@ def test_metrics_of_callbacks_survive_and_what_is_none_is_left_out(record) -> No
     plain = record(1, extra={"ema/decay": 0.1, "b": 3.0})
     line = json.loads(to_json(plain))
     assert line["ema/decay"] == 0.1 and from_json(json.dumps(line)) == plain
-    strange = {"<b>": 1, "c": "text", "d": True, "e": [1], "perf/straggler": "", **{f"n{i}": i for i in range(200)}}
+    strange = {
+        "<b>": 1,
+        "c": "text",
+        "d": True,
+        "e": [1],
+        "perf/straggler": "",
+        **{f"n{i}": i for i in range(200)},
+    }
     found = from_json(json.dumps(line | strange)).extra
     assert set(found) == {"ema/decay", "b", *(f"n{i}" for i in range(98))}
-    assert from_json(json.dumps(line | strange | {"gpu/power_w": 687.5})).extra["gpu/power_w"] == 687.5
-
-
-def test_what_was_not_measured_is_left_out(record) -> None:
-    assert not {"perf/mfu", "perf/tflops_per_device", "validation/loss", "validation/perplexity"} & set(
-        metrics(record(1))
+    assert (
+        from_json(json.dumps(line | strange | {"gpu/power_w": 687.5})).extra["gpu/power_w"] == 687.5
     )
 
 
-@given(loss=anything, norm=anything, validation=st.none() | anything, mfu=st.none() | anything, tokens=whole)
+def test_what_was_not_measured_is_left_out(record) -> None:
+    assert not {
+        "perf/mfu",
+        "perf/tflops_per_device",
+        "validation/loss",
+        "validation/perplexity",
+    } & set(metrics(record(1)))
+
+
+@given(
+    loss=anything,
+    norm=anything,
+    validation=st.none() | anything,
+    mfu=st.none() | anything,
+    tokens=whole,
+)
 def test_a_line_brings_every_bit_back(loss, norm, validation, mfu, tokens) -> None:
-    before = StepRecord(7, 1, tokens, loss, norm, 1e-3, 0.1, 0.0, 5.0, 2, 123_456_789, None, mfu, None, validation)
+    before = StepRecord(
+        7, 1, tokens, loss, norm, 1e-3, 0.1, 0.0, 5.0, 2, 123_456_789, None, mfu, None, validation
+    )
     line = to_json(before)
     after = from_json(line)
     assert repr(after) == repr(before)  # repr: NaN equals itself, and -0.0 is not 0.0
@@ -105,7 +143,8 @@ def test_a_line_brings_every_bit_back(loss, norm, validation, mfu, tokens) -> No
 
 
 @pytest.mark.parametrize(
-    ("loss", "written"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (1.5, 1.5)]
+    ("loss", "written"),
+    [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity"), (1.5, 1.5)],
 )
 def test_a_line_is_strict_json(record, loss, written) -> None:
     def refuse(constant: str) -> None:
@@ -125,14 +164,18 @@ def test_a_validation_loss_that_is_no_cross_entropy_has_no_perplexity(record) ->
     assert "validation/perplexity" not in metrics(record(1, validation_loss=2.0))
 
 
-@pytest.mark.parametrize("line", ['{"step": 1', "7", "{}", '{"step": 1, "train/loss": null}', "", "[" * 100_000])
+@pytest.mark.parametrize(
+    "line", ['{"step": 1', "7", "{}", '{"step": 1, "train/loss": null}', "", "[" * 100_000]
+)
 def test_what_is_no_record_is_refused(line) -> None:
     with pytest.raises(ValueError):
         from_json(line)
 
 
 @pytest.mark.parametrize("value", [math.inf, 10**400])
-@pytest.mark.parametrize("name", ["step", "train/samples", "train/tokens", "perf/devices", "memory/peak_gib"])
+@pytest.mark.parametrize(
+    "name", ["step", "train/samples", "train/tokens", "perf/devices", "memory/peak_gib"]
+)
 def test_a_count_that_no_chart_can_hold_is_no_record(record, name, value) -> None:
     with pytest.raises(ValueError, match="not a whole record"):
         from_json(json.dumps(json.loads(to_json(record(1))) | {name: value}))

@@ -34,8 +34,16 @@ print("went on")
 def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
     words = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     done = subprocess.run(
-        words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3], timeout=120
+        words,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[3],
+        timeout=120,
     )
     assert done.returncode == 0 and done.stdout == "went on\n", done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
-    assert done.stderr.count("TensorBoardSink is switched off") == 1 and "File too large" in done.stderr, done.stderr
+    assert (
+        done.stderr.count("TensorBoardSink is switched off") == 1
+        and "File too large" in done.stderr
+    ), done.stderr

@@ -89,7 +89,9 @@ def test_everyone_gets_every_record_in_order(tmp_path, record, warnings) -> None
 @pytest.mark.parametrize(("where", "told"), [("open", []), ("write", [1]), ("close", [1, 2, 3])])
 def test_a_sink_that_raises_is_switched_off(tmp_path, record, warnings, where, told) -> None:
     good, bad = Kept(), Raising(where)
-    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), [bad, good], warn=warnings.append) as tracker:
+    with Tracker(
+        JsonlSink(tmp_path / "metrics.jsonl"), [bad, good], warn=warnings.append
+    ) as tracker:
         for step in (1, 2, 3):
             tracker.write(record(step))
     assert bad.steps == told
@@ -108,7 +110,9 @@ class Odd(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, GeneratorExit, KeyboardInterrupt, Odd])
 @pytest.mark.parametrize("where", ["made", "open", "write", "close"])
-def test_whatever_a_sink_raises_ends_only_this_sink(tmp_path, record, warnings, where, error) -> None:
+def test_whatever_a_sink_raises_ends_only_this_sink(
+    tmp_path, record, warnings, where, error
+) -> None:
     def fail(*_: object) -> None:
         raise error
 
@@ -132,7 +136,11 @@ def test_whatever_a_sink_raises_ends_only_this_sink(tmp_path, record, warnings, 
 def test_a_sink_that_blocks_for_ever_is_left_behind(tmp_path, record, warnings) -> None:
     good, stuck = Kept(), Gated()
     tracker = Tracker(
-        JsonlSink(tmp_path / "metrics.jsonl"), [stuck, good], queue_size=4, close_limit_s=0.2, warn=warnings.append
+        JsonlSink(tmp_path / "metrics.jsonl"),
+        [stuck, good],
+        queue_size=4,
+        close_limit_s=0.2,
+        warn=warnings.append,
     )
     tracker.write(record(1))
     assert stuck.entered.wait(10)
@@ -200,7 +208,9 @@ def test_a_run_that_fails_says_so_to_the_sinks(record) -> None:
     assert sink.closed == [True]
 
 
-def test_a_truth_that_cannot_be_written_is_tried_again_and_the_run_goes_on(tmp_path, record, warnings) -> None:
+def test_a_truth_that_cannot_be_written_is_tried_again_and_the_run_goes_on(
+    tmp_path, record, warnings
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     other = Kept()
@@ -211,7 +221,9 @@ def test_a_truth_that_cannot_be_written_is_tried_again_and_the_run_goes_on(tmp_p
         tracker.write(record(4))
     assert other.steps == [1, 2, 3, 4]
     assert [found.step for found in read_records(blocked / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert len(warnings) == 2 and f"{blocked} cannot be written: File exists (errno 17)" in warnings[0]
+    assert (
+        len(warnings) == 2 and f"{blocked} cannot be written: File exists (errno 17)" in warnings[0]
+    )
     assert "is written again" in warnings[1]
 
 
@@ -228,4 +240,6 @@ def test_a_warning_that_cannot_be_written_stops_nothing(record) -> None:
 def test_without_sinks_nothing_happens(record) -> None:
     with Tracker() as tracker:
         tracker.write(record(1))
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracking")]
+        assert not [
+            thread for thread in threading.enumerate() if thread.name.startswith("tracking")
+        ]

@@ -32,15 +32,18 @@ from meshwright.tracking.wandb import (
     has_key,
     is_reachable,
 )
-from tests.support.errors import has_code
+from tests.support.errors import raises
+from tests.support.marks import long_row
 
 pytestmark = pytest.mark.usefixtures("no_account")
 KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 def wandb_records(path: Path) -> Iterator:
-    """The protobuf records of a .wandb file: a LevelDB log (blocks of 32 KiB, records cut into FULL, FIRST, MIDDLE and
-    LAST pieces with a 7-byte head: CRC, length, type) after a 7-byte head of the file."""
+    """The protobuf records of a .wandb file: a LevelDB log (blocks of 32 KiB, records cut into
+    FULL, FIRST, MIDDLE and LAST pieces with a 7-byte head: CRC, length, type) after a 7-byte head
+    of the file.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data = path.read_bytes()
@@ -66,9 +69,15 @@ def read_back(path: Path) -> tuple[dict, dict[int, dict], int | None]:
     exit_code = None
     for found in wandb_records(path):
         if found.HasField("run"):
-            config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in found.run.config.update}
+            config |= {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in found.run.config.update
+            }
         if found.HasField("history"):
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in found.history.item}
+            row = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in found.history.item
+            }
             history[row["_step"]] = row
         if found.HasField("exit"):
             exit_code = found.exit.exit_code
@@ -80,7 +89,9 @@ def offline_files(run_directory: Path) -> list[Path]:
 
 
 def processes_of(run_directory: Path) -> list[str]:
-    """Command lines of living processes that were started for this run: they carry its cache directory."""
+    """Command lines of living processes that were started for this run:
+    they carry its cache directory.
+    """
     mark = f"WANDB_CACHE_DIR={run_directory.resolve()}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -105,15 +116,20 @@ def sink(run_directory: Path, mode: WandbMode, warnings: list[str], **limits: fl
 
 def config_of(mode: WandbMode) -> RunConfig:
     tracking = {"project": "p", "wandb": str(mode)}
-    return RunConfig.model_validate({"run": {"name": "n", "seed": 7}, "parallel": {"tp": 4}, "tracking": tracking})
+    return RunConfig.model_validate(
+        {"run": {"name": "n", "seed": 7}, "parallel": {"tp": 4}, "tracking": tracking}
+    )
 
 
 def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None:
     monkeypatch.setenv("A_SECRET", "not-for-the-record")
     monkeypatch.setenv("SLURM_JOB_ID", "not-for-the-record")
     warnings: list[str] = []
-    loaded_before = "wandb" in sys.modules  # megatron-core, which other tests import, imports it too
-    records = [record(step, mfu=0.25, validation_loss=2.5 if step == 3 else None) for step in (1, 2, 3)]
+    # megatron-core, which other tests import, imports it too
+    loaded_before = "wandb" in sys.modules
+    records = [
+        record(step, mfu=0.25, validation_loss=2.5 if step == 3 else None) for step in (1, 2, 3)
+    ]
     sinks = [sink(tmp_path, WandbMode.OFFLINE, warnings)]
     with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), sinks, warn=warnings.append) as tracker:
         assert ("wandb" in sys.modules) is loaded_before
@@ -127,7 +143,9 @@ def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None
     assert {name: config[name] for name in sent} == sent
     assert sorted(history) == [1, 2, 3]
     for each in records:
-        row = {name: value for name, value in history[each.step].items() if not name.startswith("_")}
+        row = {
+            name: value for name, value in history[each.step].items() if not name.startswith("_")
+        }
         assert row == {"step": each.step} | metrics(each)
     assert exit_code == 0
     assert warnings == [] and capfd.readouterr() == ("", "")
@@ -136,7 +154,12 @@ def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None
 
 
 def test_entity_group_tags_notes_and_the_axis_of_a_loss(tmp_path, record) -> None:
-    named = {"entity": "a-team", "group": "sweep 1", "tags": ("long", "bf16"), "notes": "a run\nof two lines"}
+    named = {
+        "entity": "a-team",
+        "group": "sweep 1",
+        "tags": ("long", "bf16"),
+        "notes": "a run\nof two lines",
+    }
     tree = config_of(WandbMode.OFFLINE).model_dump()
     config = RunConfig.model_validate({**tree, "tracking": {**tree["tracking"], **named}})
     warnings: list[str] = []
@@ -153,11 +176,16 @@ def test_entity_group_tags_notes_and_the_axis_of_a_loss(tmp_path, record) -> Non
         named["notes"],
     )
     axes = {
-        each.metric.name or each.metric.glob_name: each.metric.step_metric for each in found if each.HasField("metric")
+        each.metric.name or each.metric.glob_name: each.metric.step_metric
+        for each in found
+        if each.HasField("metric")
     }
     over_tokens = {"train/loss", "validation/loss", "validation/accuracy"}
     assert {name for name, axis in axes.items() if axis == "train/tokens"} == over_tokens
-    assert axes["train/lr"] == axes["train/tokens"] == axes["perf/step_s"] == "step" and not axes["step"]
+    assert (
+        axes["train/lr"] == axes["train/tokens"] == axes["perf/step_s"] == "step"
+        and not axes["step"]
+    )
     assert warnings == []
 
 
@@ -175,14 +203,25 @@ OWN_NAMES = {"project": "p", "entity": "e", "group": "g", "notes": "o", "tags": 
 @pytest.mark.parametrize(
     ("run", "named", "variables", "expected"),
     [
-        ({}, {}, VARIABLES, tuple(VARIABLES.values())),
-        ({}, {}, {}, ("meshwright", "", "", "run", "", "")),
-        ({"name": "n"}, OWN_NAMES, VARIABLES, ("p", "e", "g", "n", "o", "t")),  # a key that is set wins
-        ({"name": "n"}, {"project": "meshwright"}, VARIABLES, ("meshwright", "their-team", "their-group", "n")),
+        long_row({}, {}, VARIABLES, tuple(VARIABLES.values())),
+        long_row({}, {}, {}, ("meshwright", "", "", "run", "", "")),
+        # a key that is set wins
+        ({"name": "n"}, OWN_NAMES, VARIABLES, ("p", "e", "g", "n", "o", "t")),
+        long_row(
+            {"name": "n"},
+            {"project": "meshwright"},
+            VARIABLES,
+            ("meshwright", "their-team", "their-group", "n"),
+        ),
     ],
 )
 def test_names_are_those_of_the_keys_else_of_wandbs_variables(
-    run: dict[str, str], named: dict, variables: dict[str, str], expected: tuple[str, ...], tmp_path, monkeypatch
+    run: dict[str, str],
+    named: dict,
+    variables: dict[str, str],
+    expected: tuple[str, ...],
+    tmp_path,
+    monkeypatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -190,13 +229,25 @@ def test_names_are_those_of_the_keys_else_of_wandbs_variables(
     one = WandbSink(tmp_path, config)
     one.open()
     one.close()
-    [found] = [each.run for each in wandb_records(offline_files(tmp_path)[0]) if each.HasField("run")][:1]
-    names = (found.project, found.entity, found.run_group, found.display_name, found.notes, ",".join(found.tags))
+    [found] = [
+        each.run for each in wandb_records(offline_files(tmp_path)[0]) if each.HasField("run")
+    ][:1]
+    names = (
+        found.project,
+        found.entity,
+        found.run_group,
+        found.display_name,
+        found.notes,
+        ",".join(found.tags),
+    )
     assert names[: len(expected)] == expected
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_under_its_id_and_its_rows_are_used_once(tmp_path, record) -> None:
-    """wandb drops a row whose number is lower than one before: online, and of offline files synced to one run."""
+    """wandb drops a row whose number is lower than one before: online,
+    and of offline files synced to one run.
+    """
     warnings: list[str] = []
     for resumed, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5)), (4, (5,)), (5, (6,))):
         parts = (
@@ -215,14 +266,20 @@ def test_a_resumed_run_goes_on_under_its_id_and_its_rows_are_used_once(tmp_path,
     kept = (tmp_path / "wandb_run_id").read_text().strip()
     files = offline_files(tmp_path)
     assert [path.name for path in files] == [f"run-{kept}.wandb"] * 4
-    rows = [(row, each["step"], each["train/loss"]) for path in files for row, each in read_back(path)[1].items()]
+    rows = [
+        (row, each["step"], each["train/loss"])
+        for path in files
+        for row, each in read_back(path)[1].items()
+    ]
     steps, losses = [1, 2, 3, 4, 3, 4, 5, 5, 6], [1.0, 2.0, 3.0, 4.0, 3.2, 4.2, 5.2, 5.4, 6.5]
     assert rows == list(zip(range(1, 10), steps, losses, strict=True))
     assert warnings == []
 
 
 def test_a_row_of_the_client_is_never_lower_than_one_before(tmp_path, record) -> None:
-    """The client continues a run online as one process does: it drops what has the number of an earlier row."""
+    """The client continues a run online as one process does:
+    it drops what has the number of an earlier row.
+    """
     one = sink(tmp_path, WandbMode.OFFLINE, [], finish_limit_s=60.0)
     one.open()
     for loss, step in enumerate((1, 2, 3, 4, 3, 4, 5)):
@@ -246,6 +303,7 @@ def test_non_finite_values_do_not_break_it(tmp_path, record) -> None:
     assert history[2]["train/loss"] == record(2).loss
 
 
+@pytest.mark.long
 @pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_silent_server_ends_offline_and_loses_nothing(tmp_path, record, monkeypatch) -> None:
     """A server that takes the connection and never answers."""
@@ -265,12 +323,16 @@ def test_a_silent_server_ends_offline_and_loses_nothing(tmp_path, record, monkey
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
+@pytest.mark.long
 @pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_server_that_refuses_the_key_ends_offline(tmp_path, record, monkeypatch) -> None:
-    warning = ends_offline(tmp_path, record, monkeypatch, Refusing, WandbMode.ONLINE, init_limit_s=60.0)
+    warning = ends_offline(
+        tmp_path, record, monkeypatch, Refusing, WandbMode.ONLINE, init_limit_s=60.0
+    )
     assert "no answer" not in warning  # it said why
 
 
+@pytest.mark.long
 @pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")
 def test_a_server_that_fails_ends_offline(tmp_path, record, monkeypatch) -> None:
     """It answers 500 to all; wandb itself would go on asking for a minute and a half."""
@@ -364,7 +426,7 @@ def test_a_child_that_dies_is_told(tmp_path, record) -> None:
     assert dead._child is not None
     dead._child.kill()
     dead._child.wait()
-    with pytest.raises(Exception, match=r"ended before step 1", check=has_code("MW-TRACKING-007")):
+    with raises("MW-TRACKING-007", "step 1"):
         dead.write(record(1))
     dead.close()
     wait_until_gone(tmp_path)
@@ -383,10 +445,14 @@ def test_auto_needs_a_key_and_a_server() -> None:
         there = f"http://127.0.0.1:{server.getsockname()[1]}"
         online = {"WANDB_BASE_URL": there, "WANDB_API_KEY": KEY}
         assert choose_mode(WandbMode.AUTO, online) == (WandbMode.ONLINE, None)
-        assert choose_mode(WandbMode.AUTO, online | {"WANDB_MODE": "offline"})[0] is WandbMode.OFFLINE
+        assert (
+            choose_mode(WandbMode.AUTO, online | {"WANDB_MODE": "offline"})[0] is WandbMode.OFFLINE
+        )
         assert choose_mode(WandbMode.AUTO, online | {"WANDB_MODE": "disabled"})[0] is WandbMode.OFF
         assert choose_mode(WandbMode.OFFLINE, online) == (WandbMode.OFFLINE, None)
-        mode, why = choose_mode(WandbMode.AUTO, {"WANDB_BASE_URL": there, "NETRC": os.environ["NETRC"]})
+        mode, why = choose_mode(
+            WandbMode.AUTO, {"WANDB_BASE_URL": there, "NETRC": os.environ["NETRC"]}
+        )
         assert mode is WandbMode.OFFLINE and why is not None and "wandb login" in why
     mode, why = choose_mode(WandbMode.AUTO, online)
     assert mode is WandbMode.OFFLINE and why is not None and "did not answer" in why
@@ -410,9 +476,13 @@ def test_the_server_is_the_one_logged_into(tmp_path) -> None:
 
 
 def test_a_password_in_the_server_stays_out_of_all(tmp_path, record, monkeypatch) -> None:
-    """wandb's settings, logs, the environment of its process and warnings; from either place of the URL."""
+    """wandb's settings, logs, the environment of its process and warnings;
+    from either place of the URL.
+    """
     monkeypatch.setenv("WANDB_BASE_URL", "http://me:canary-1@127.0.0.1:9/")
-    (tmp_path / "settings").write_text("[default]\nbase_url = https://canary-2@wandb.example.org/\n")
+    (tmp_path / "settings").write_text(
+        "[default]\nbase_url = https://canary-2@wandb.example.org/\n"
+    )
     assert base_url({"WANDB_CONFIG_DIR": str(tmp_path)}) == "https://wandb.example.org"
     assert _child_environment(tmp_path)["WANDB_BASE_URL"] == "http://127.0.0.1:9"
     warnings: list[str] = []

@@ -1,4 +1,6 @@
-"""Small models whose heads, lengths and batches fit a layout, references computed once, and a pairwise selection."""
+"""Small models whose heads, lengths and batches fit a layout, references computed once,
+and a pairwise selection.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ import pytest
 
 from meshwright.config import RunConfig
 from meshwright.model.build import build_model
-from meshwright.verify import Layout, VerdictRow, compare, layout_config
-from meshwright.verify.compare import tolerance_of
+from meshwright.verify import Layout, VerdictRow, compare, layout_config, parse_layout
 from meshwright.verify.rank import merge, open_verify_source, run_layout
 from meshwright.verify.run import Reference, micro_batch_sizes_of, reference_of
+from meshwright.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright_launch.pool import RankPool
+from tests.support.run import Break, run_broken
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")
@@ -37,7 +40,9 @@ class Case(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Heads that tp divides, a sequence that tp divides, a batch that dp divides, a layer for each stage."""
+    """Heads that tp divides, a sequence that tp divides, a batch that dp divides,
+    a layer for each stage.
+    """
 
     heads: int
     sequence_length: int
@@ -52,15 +57,21 @@ SEQUENCE_LENGTHS = {1: 8, 3: 12, 5: 10, 7: 14}
 
 
 def size_for(layout: Layout) -> Size:
-    """The smallest model and batch that a layout fits: more than four ranks of tp are slow on two cores."""
+    """Return the smallest model and batch that a layout fits:
+    more than four ranks of tp are slow on two cores.
+    """
     odd = next((odd for odd in (3, 5, 7) if layout.size % odd == 0), 1)
     num_blocks = max(2, layout.num_stages - 3)  # embedding, norm and head are layers too
     chunks = 4 if layout.tp < 5 else 2
-    return Size(HEADS[odd], SEQUENCE_LENGTHS[odd], num_blocks, chunks * layout.dp * layout.micro_batch_size)
+    return Size(
+        HEADS[odd], SEQUENCE_LENGTHS[odd], num_blocks, chunks * layout.dp * layout.micro_batch_size
+    )
 
 
-def config_of(builder: str, options: dict[str, Any], sequence_length: int, **sections: Any) -> RunConfig:
-    """A config for verify: what it trains is random tokens."""
+def config_of(
+    builder: str, options: dict[str, Any], sequence_length: int, **sections: Any
+) -> RunConfig:
+    """Return a config for verify: what it trains is random tokens."""
     return RunConfig.model_validate(
         {
             "model": {"builder": builder, "options": options},
@@ -73,32 +84,62 @@ def config_of(builder: str, options: dict[str, Any], sequence_length: int, **sec
 
 
 def model_config(model: str, size: Size, **options: Any) -> RunConfig:
-    """GPT-2 with dropout and a tie, Llama with two query heads to each key-value head, or T5 with dropout and its ties.
+    """GPT-2 with dropout and a tie, Llama with two query heads to each key-value head,
+    or T5 with dropout and its ties.
 
-    The blocks of a T5 are shared out to its two stacks. Random tokens make some of its encoder's padding.
+    The blocks of a T5 are shared out to its two stacks. Random tokens make some of its encoder's
+    padding.
     """
     if model == "t5":
-        depths = {"num_layers": max(1, size.num_blocks // 2), "num_decoder_layers": size.num_blocks // 2 + 1}
-        own = {"vocab_size": VOCAB_SIZE, "hidden_size": 4 * size.heads, "num_heads": size.heads, "max_distance": 20}
-        data = {"train": "random", "sequence_length": size.sequence_length, "task": "span_corruption"}
-        return config_of("meshwright_models.t5:build", depths | own | options, size.sequence_length, data=data)
-    common = {"vocab_size": VOCAB_SIZE, "num_layers": size.num_blocks, "max_sequence_length": size.sequence_length}
+        depths = {
+            "num_layers": max(1, size.num_blocks // 2),
+            "num_decoder_layers": size.num_blocks // 2 + 1,
+        }
+        own = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 4 * size.heads,
+            "num_heads": size.heads,
+            "max_distance": 20,
+        }
+        data = {
+            "train": "random",
+            "sequence_length": size.sequence_length,
+            "task": "span_corruption",
+        }
+        return config_of(
+            "meshwright_models.t5:build", depths | own | options, size.sequence_length, data=data
+        )
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "num_layers": size.num_blocks,
+        "max_sequence_length": size.sequence_length,
+    }
     if model == "gpt2":
         own = {"hidden_size": 4 * size.heads, "num_heads": size.heads, "dropout": 0.1}
     else:
-        own = {"hidden_size": 4 * size.heads, "num_heads": 2 * size.heads, "num_kv_heads": size.heads}
+        own = {
+            "hidden_size": 4 * size.heads,
+            "num_heads": 2 * size.heads,
+            "num_kv_heads": size.heads,
+        }
         own["ffn_size"] = 6 * size.heads
-    return config_of(f"meshwright_models.{model}:build", common | own | options, size.sequence_length)
+    return config_of(
+        f"meshwright_models.{model}:build", common | own | options, size.sequence_length
+    )
 
 
 def by_reference(cases: Iterable[Case], steps: int) -> list[Any]:
-    """Rows of ``make verify-all``. Those of one reference go to one worker of one part, which computes it once."""
+    """Rows of ``make verify-all``. Those of one reference go to one worker of one part,
+    which computes it once.
+    """
     return [
         pytest.param(
             case,
             marks=[
                 pytest.mark.all_layouts,
-                pytest.mark.xdist_group("-".join(map(str, (case.model, *size_for(case.layout), case.dtype, steps)))),
+                pytest.mark.xdist_group(
+                    "-".join(map(str, (case.model, *size_for(case.layout), case.dtype, steps)))
+                ),
             ],
         )
         for case in cases
@@ -116,7 +157,9 @@ class References:
         if key not in self._found:
             plain = layout_config(config, Layout(), global_batch, dtype)
             others = micro_batch_sizes_of(global_batch)
-            self._found[key] = reference_of(plain, open_verify_source(plain, True), steps, dtype, 1, others)
+            self._found[key] = reference_of(
+                plain, open_verify_source(plain, True), steps, dtype, 1, others
+            )
         return self._found[key]
 
 
@@ -131,14 +174,57 @@ def prove(
     dtype: str = "float64",
     twice: bool = True,
 ) -> VerdictRow:
-    """What ``verify`` does for one layout, with the reference remembered; ``twice``: also whether it repeats."""
+    """What ``verify`` does for one layout, with the reference remembered; ``twice``:
+    also whether it repeats.
+    """
     expected = references.expected(config, global_batch, steps, dtype)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     noise = expected.noise_in(layout, {names[0] for names in model.tied})
     text = layout_config(config, layout, global_batch, dtype).model_dump_json()
     found = merge(pool.run(run_layout, layout.size, text, steps, True))
     again = merge(pool.run(run_layout, layout.size, text, steps, True)) if twice else None
-    return compare(str(layout), found, again, expected.findings, tolerance_of(dtype, layout), expected.rounding, noise)
+    return compare(
+        str(layout),
+        found,
+        again,
+        expected.findings,
+        tolerance_of(dtype, layout),
+        expected.rounding,
+        noise,
+    )
+
+
+def assert_agrees(
+    config: RunConfig,
+    layout: Layout | str,
+    pool: RankPool,
+    references: References,
+    *,
+    twice: bool = False,
+    **options: Any,
+) -> None:
+    """Assert that a layout has the numbers of one process; ``options`` as for :func:`prove`."""
+    layout = parse_layout(layout) if isinstance(layout, str) else layout
+    row = prove(config, layout, pool, references, twice=twice, **options)
+    assert row.passed, "\n".join(row.problems)
+
+
+def problems_of(
+    config: RunConfig,
+    layout: str,
+    broken: Break,
+    pool: RankPool,
+    references: References,
+    *,
+    global_batch: int,
+    steps: int,
+) -> list[str]:
+    """Return the problems that verify finds in a layout whose ranks have a changed code."""
+    chosen = parse_layout(layout)
+    expected = references.expected(config, global_batch, steps, "float64").findings
+    text = layout_config(config, chosen, global_batch, "float64").model_dump_json()
+    findings = merge(pool.run(run_broken, chosen.size, broken, text, steps))
+    return compare(layout, findings, None, expected, TOLERANCES["float64"]).problems
 
 
 DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]
@@ -153,7 +239,9 @@ def suits(model: str, layout: Layout) -> bool:
 
 
 def every_layout() -> list[Layout]:
-    """All that differ in 1F1B and GPipe: degrees, and what can be chosen besides where it has an effect."""
+    """Return all that differ in 1F1B and GPipe: degrees,
+    and what can be chosen besides where it has an effect.
+    """
     return [
         Layout(dp, pp, tp, schedule, zero, sequence, micro_batch_size)
         for dp, pp, tp in DEGREES
@@ -165,7 +253,7 @@ def every_layout() -> list[Layout]:
 
 
 def every_other_schedule() -> list[Layout]:
-    """The other schedules on all degrees, with and without sequence parallelism."""
+    """Return the other schedules on all degrees, with and without sequence parallelism."""
     return [
         Layout(dp, pp, tp, schedule, sequence=sequence)
         for dp, pp, tp in DEGREES
@@ -175,7 +263,9 @@ def every_other_schedule() -> list[Layout]:
 
 
 def other_choices() -> list[Layout]:
-    """What a pairwise selection of the other schedules is made of: with recomputation, few ranks but along pp."""
+    """What a pairwise selection of the other schedules is made of: with recomputation,
+    few ranks but along pp.
+    """
     return [
         layout._replace(recompute=recompute)
         for layout in every_other_schedule()
@@ -202,7 +292,7 @@ def sharded_choices(schedules: Sequence[str]) -> list[Layout]:
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """Every two of the choices that a case makes."""
+    """Return every two of the choices that a case makes."""
     chosen = {"model": case.model, **case.layout._asdict()}
     if case.layout.dp == 1:
         del chosen["zero"]  # it has no effect there
@@ -210,9 +300,11 @@ def pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Few of the cases, such that any two choices that occur together in some case do so in one of the few.
+    """Few of the cases, such that any two choices that occur together in some case do so
+    in one of the few.
 
-    Greedy: again and again the case with most pairs not yet seen, of those the one with fewest ranks, of those the
+    Greedy: again and again the case with most pairs not yet seen, of those the one with fewest
+        ranks, of those the
     first.
     """
     missing = {case: pairs(case) for case in sorted(cases, key=lambda case: case.layout.size)}

@@ -34,4 +34,6 @@ class Block(nn.Module):
 
 
 def build(how: str = "", dropout: float = 0.1) -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(V, D), Block(""), nn.Dropout(dropout), Block(how), nn.Linear(D, V))
+    return nn.Sequential(
+        nn.Embedding(V, D), Block(""), nn.Dropout(dropout), Block(how), nn.Linear(D, V)
+    )

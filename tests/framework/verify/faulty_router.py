@@ -1,4 +1,6 @@
-"""A mixture of experts whose routers err in a process of several: one fault each, as other frameworks have had it."""
+"""A mixture of experts whose routers err in a process of several: one fault each,
+as other frameworks have had it.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def around(vocab_size: int, *bodies: nn.Module) -> nn.Sequential:
 
 
 class Cancelled(nn.Module):
-    """A residual branch with two biases whose gradients are tiny: one that softmax cancels, and one times ``factor``.
+    """A residual branch with two biases whose gradients are tiny: one that softmax cancels,
+    and one times ``factor``.
 
     The exact gradient of the first is 0, as that of the bias of attention's keys.
     """
@@ -77,7 +78,7 @@ def quiet_dropout(vocab_size: int) -> nn.Sequential:
 
 
 def dropout_twice(vocab_size: int) -> nn.Sequential:
-    """One module, called twice in a forward."""
+    """Return one module, called twice in a forward."""
     return around(vocab_size, WithDropout(0.3, calls=2))
 
 
@@ -97,7 +98,7 @@ def functional_dropout(vocab_size: int, dropout: float) -> nn.Sequential:
 
 
 def hooked(vocab_size: int) -> nn.Sequential:
-    """A hook that scales a weight's gradient."""
+    """Return a hook that scales a weight's gradient."""
     model = around(vocab_size, Body())
     model[1].linear.weight.register_hook(lambda gradient: gradient * 0.25)
     return model
@@ -116,7 +117,7 @@ def written_by_data(vocab_size: int, std: float = 0.02) -> nn.Sequential:
 
 
 def undeclared_sharing(vocab_size: int) -> nn.Sequential:
-    """A declared tie that the builder does not make."""
+    """Return a declared tie that the builder does not make."""
     model = nn.Sequential(nn.Embedding(vocab_size, D), Body(), nn.Linear(D, vocab_size, bias=False))
     model.tied_weights = [("0.weight", "2.weight")]
     return model
@@ -144,13 +145,15 @@ def checkpointed(vocab_size: int) -> nn.Sequential:
 
 
 def own_loss(vocab_size: int, breaks: bool = False) -> nn.Sequential:
-    """A loss of its own that is not zero where the label is ignored; or one that raises."""
+    """Return a loss of its own that is not zero where the label is ignored; or one that raises."""
     model = around(vocab_size, Body())
 
     def loss(output: Any, labels: Tensor) -> Tensor:
         if breaks and not output.is_meta:
             raise ValueError("no such label")
-        return F.cross_entropy(output.flatten(0, -2), labels.clamp_min(0).flatten(), reduction="none").view_as(labels)
+        return F.cross_entropy(
+            output.flatten(0, -2), labels.clamp_min(0).flatten(), reduction="none"
+        ).view_as(labels)
 
     model.loss = loss  # type: ignore[assignment]
     return model

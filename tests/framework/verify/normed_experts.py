@@ -1,4 +1,6 @@
-"""A mixture of experts whose input is normalised over all tokens of a micro-batch, with running statistics."""
+"""A mixture of experts whose input is normalised over all tokens of a micro-batch,
+with running statistics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A mixture of experts whose routers choose otherwise where ranks communicate, as at near ties, or err otherwise."""
+"""A mixture of experts whose routers choose otherwise where ranks communicate, as at near ties,
+or err otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from meshwright_models.router import Router
 
 
 class Straying(Router):
-    """Takes another expert for one token of each sample, or another scale of the weights, where ranks communicate."""
+    """Takes another expert for one token of each sample, or another scale of the weights,
+    where ranks communicate.
+    """
 
     fault = ""
 

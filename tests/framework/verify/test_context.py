@@ -1,8 +1,10 @@
-"""Context parallelism gives the numbers of one process; each mistake that loses them is seen and named."""
+"""Context parallelism gives the numbers of one process;
+each mistake that loses them is seen and named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,17 +18,18 @@ from meshwright.config import RunConfig
 from meshwright.context_parallel import exchange, grouped
 from meshwright.context_parallel.cut import HeadCut, SampleTokens, TokenCut
 from meshwright.context_parallel.exchange import KeyScattering
+from meshwright.current import CurrentMicrobatch
 from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import Stage
-from meshwright.seeding import Draw, SeededDropout
-from meshwright.verify import Layout, compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
-from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.seeding import SeededDropout
+from meshwright.verify import Layout, parse_layout
 from meshwright_launch.pool import RankPool
 from meshwright_models import some_queries
 from meshwright_models.attention import AttentionCore
 from meshwright_models.rotary import Rotary
-from tests.framework.verify.cases import LATER, References, config_of, prove
+from tests.framework.verify.cases import LATER, References, config_of, problems_of, prove
+from tests.support.marks import mark_all_rows_but, marked_rows
+from tests.support.run import Break
 
 LENGTH = 24
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,17 +42,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def model(name: str, *, documents: bool) -> RunConfig:
-    """Dropout everywhere, but for fused attention; documents of random lengths, which begin on and off the cuts."""
-    options = {"vocab_size": 61, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_sequence_length": LENGTH}
+    """Dropout everywhere, but for fused attention; documents of random lengths,
+    which begin on and off the cuts.
+    """
+    options = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_sequence_length": LENGTH,
+    }
     options |= {"dropout": 0.1} | OPTIONS[name]
     data = {"train": "random", "sequence_length": LENGTH, "document_boundaries": documents}
     return config_of(f"meshwright_models.{name.split(',')[0]}:build", options, LENGTH, data=data)
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the rows of this module."""
-    return References()
 
 
 LAYOUTS = [
@@ -92,8 +97,24 @@ LAYOUTS = [
 ]
 
 
+@marked_rows(
+    "all_layouts",
+    "gpt2-False-cp2",
+    "llama-True-cp4",
+    "llama-True-cp2,tp2,sequence",
+    "gpt2-True-cp2,pp2,zb_v",
+    "llama-False-cp2,zero3",
+    "gpt2-True-dp2,cp2,pp2,mbs2",
+    "llama-True-cp2,pp3,documents,mbs2,selective",
+    "llama, fused-True-cp2,pp2,zb_v,documents,mbs2",
+    "llama, fused-False-cp4,zero3",
+    "gpt2-True-cp2,tp2,sequence,heads",
+    "gpt2-True-cp2,tp2,sequence,documents,mbs2",
+)
 @pytest.mark.parametrize(("name", "documents", "layout"), LAYOUTS)
-def test_layouts_agree(name: str, documents: bool, layout: str, pool: RankPool, references: References) -> None:
+def test_layouts_agree(
+    name: str, documents: bool, layout: str, pool: RankPool, references: References
+) -> None:
     config, parsed = model(name, documents=documents), parse_layout(layout)
     row = prove(config, parsed, pool, references, global_batch=8, steps=2, twice=False)
     assert row.problems == []
@@ -114,11 +135,17 @@ PAIRS: list[Any] = [
 
 @pytest.mark.parametrize(("changes", "options", "layout"), PAIRS)
 def test_beside_other_capabilities(
-    changes: dict[str, dict[str, Any]], options: dict[str, Any], layout: str, pool: RankPool, references: References
+    changes: dict[str, dict[str, Any]],
+    options: dict[str, Any],
+    layout: str,
+    pool: RankPool,
+    references: References,
 ) -> None:
     config = model("llama", documents=True)
     config = config.replace(**changes, model={"options": dict(config.model.options) | options})
-    row = prove(config, parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False)
+    row = prove(
+        config, parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False
+    )
     assert row.problems == []
 
 
@@ -126,7 +153,13 @@ def test_beside_other_capabilities(
 def test_weights_after_ten_steps(pool: RankPool, references: References) -> None:
     for name, layout in (("gpt2", "cp2"), ("llama", "cp2,tp2,sequence")):
         row = prove(
-            model(name, documents=True), parse_layout(layout), pool, references, global_batch=8, steps=10, twice=True
+            model(name, documents=True),
+            parse_layout(layout),
+            pool,
+            references,
+            global_batch=8,
+            steps=10,
+            twice=True,
         )
         assert row.problems == []
 
@@ -146,7 +179,8 @@ def test_float32(pool: RankPool, references: References) -> None:
     assert row.problems == []
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------------------
+# mistakes
 
 
 def loss_times_cp(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +189,7 @@ def loss_times_cp(patch: pytest.MonkeyPatch) -> None:
 
     def scaled(stage: Stage, spec: Any, *args: Any, **more: Any) -> None:
         begin(stage, spec, *args, **more)
-        stage.loss_scale *= 2
+        stage.label_scale *= 2
 
     patch.setattr(Stage, "__init__", scaled)
 
@@ -219,13 +253,17 @@ def keys_without_the_gradients_of_others(patch: pytest.MonkeyPatch) -> None:
 
 def keys_in_the_order_of_the_ranks(patch: pytest.MonkeyPatch) -> None:
     """Keys are used as they arrive."""
-    patch.setattr(TokenCut, "from_ranks", lambda cut, device: torch.arange(cut.length, device=device)[None])
+    patch.setattr(
+        TokenCut, "from_ranks", lambda cut, device: torch.arange(cut.length, device=device)[None]
+    )
 
 
 def labels_rolled_over_the_cut(patch: pytest.MonkeyPatch) -> None:
     """Labels are made from a rank's own tokens: the last of them is that of its first."""
     take = TokenCut.take_labels
-    patch.setattr(TokenCut, "take_labels", lambda cut, labels, tokens: take(cut, labels, tokens).roll(1, -1))
+    patch.setattr(
+        TokenCut, "take_labels", lambda cut, labels, tokens: take(cut, labels, tokens).roll(1, -1)
+    )
 
 
 def order_from_documents_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -234,7 +272,9 @@ def order_from_documents_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(cut: TokenCut, inputs: Any, device: torch.device) -> SampleTokens | None:
         starts = inputs["starts"]
-        return tokens_of(cut, {"starts": starts.roll(1, -1) if cut.group.rank == 1 else starts}, device)
+        return tokens_of(
+            cut, {"starts": starts.roll(1, -1) if cut.group.rank == 1 else starts}, device
+        )
 
     patch.setattr(TokenCut, "tokens_of", shifted)
 
@@ -243,10 +283,10 @@ def recompute_with_the_tokens_of_another_microbatch(patch: pytest.MonkeyPatch) -
     """Recompute restores the samples of the dropouts alone."""
     restored = RecomputeContext._restored
 
-    def forgetful(context: RecomputeContext, then: Draw) -> Any:
+    def forgetful(context: RecomputeContext, then: CurrentMicrobatch) -> Any:
         @contextmanager
         def entered() -> Iterator[None]:
-            with restored(context, replace(then, tokens=context.draw.tokens)):
+            with restored(context, replace(then, tokens=context.current.tokens)):
                 yield
 
         return entered()
@@ -266,7 +306,9 @@ def dropout_by_local_head(patch: pytest.MonkeyPatch) -> None:
 def window_left_out(patch: pytest.MonkeyPatch) -> None:
     """Queries of a rank see all keys of their document before them."""
     first_seen = some_queries.first_seen
-    patch.setattr(some_queries, "first_seen", lambda places, starts, window: first_seen(places, starts, None))
+    patch.setattr(
+        some_queries, "first_seen", lambda places, starts, window: first_seen(places, starts, None)
+    )
 
 
 def stale_keys_in_backward(patch: pytest.MonkeyPatch) -> None:
@@ -274,7 +316,9 @@ def stale_keys_in_backward(patch: pytest.MonkeyPatch) -> None:
     again = grouped._backward_of_group
     first: list[Tensor] = []
 
-    def stale(ctx: Any, q: Tensor, keys: Any, gradient: Tensor, dq: Any, group: int) -> tuple[Tensor, Tensor]:
+    def stale(
+        ctx: Any, q: Tensor, keys: Any, gradient: Tensor, dq: Any, group: int
+    ) -> tuple[Tensor, Tensor]:
         if group == 0:
             first[:] = keys
         return again(ctx, q, (first[0], first[1]), gradient, dq, group)
@@ -296,7 +340,6 @@ def gradients_of_the_wrong_heads(patch: pytest.MonkeyPatch) -> None:
 
 LOSS, GRADIENTS = "loss of step 1 is", "gradients of step 1 differ"
 INITIAL = "initial weights differ"
-Break = Callable[[pytest.MonkeyPatch], None]
 TRAPS: list[tuple[Break, str, tuple[str, ...], tuple[str, ...]]] = [
     (loss_times_cp, "cp2", (GRADIENTS, "it is 2 times the reference's"), (LOSS,)),
     (places_from_the_local_length, "cp2", (LOSS, GRADIENTS), (INITIAL,)),
@@ -307,7 +350,12 @@ TRAPS: list[tuple[Break, str, tuple[str, ...], tuple[str, ...]]] = [
     (keys_in_the_order_of_the_ranks, "cp2", (LOSS, GRADIENTS), (INITIAL,)),
     (labels_rolled_over_the_cut, "cp2,contiguous", (LOSS, GRADIENTS), (INITIAL,)),
     (order_from_documents_shifted_by_one, "cp2,documents", (LOSS, GRADIENTS), (INITIAL,)),
-    (recompute_with_the_tokens_of_another_microbatch, "cp2,pp2,documents,full", (GRADIENTS,), (LOSS,)),
+    (
+        recompute_with_the_tokens_of_another_microbatch,
+        "cp2,pp2,documents,full",
+        (GRADIENTS,),
+        (LOSS,),
+    ),
     (dropout_by_local_head, "cp2,heads", (LOSS, GRADIENTS), (INITIAL,)),
     (window_left_out, "cp2", (LOSS, GRADIENTS), (INITIAL,)),
     (stale_keys_in_backward, "cp4", (GRADIENTS,), (LOSS,)),
@@ -315,26 +363,28 @@ TRAPS: list[tuple[Break, str, tuple[str, ...], tuple[str, ...]]] = [
 ]
 FUSED = ("stale_keys_in_backward", "gradients_of_the_wrong_heads")
 """Mistakes of an attention without dropout, which is computed by groups of heads."""
-BREAKS = {trap[0].__name__: trap[0] for trap in TRAPS}
 
 
-def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> RankFindings:
-    with pytest.MonkeyPatch.context() as patch:
-        BREAKS[broken](patch)
-        return run_layout(rank, world_size, config_json, 1, True)
-
-
+@mark_all_rows_but(
+    "all_layouts",
+    "places_from_the_local_length",
+    "angles_from_the_local_length",
+    "documents_shifted_at_a_cut",
+    "dropout_by_local_place",
+    "keys_without_the_gradients_of_others",
+    "keys_in_the_order_of_the_ranks",
+    "gradients_of_the_wrong_heads",
+)
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap[0].__name__)
 def test_verify_sees_the_mistake(
-    trap: tuple[Break, str, tuple[str, ...], tuple[str, ...]], pool: RankPool, references: References
+    trap: tuple[Break, str, tuple[str, ...], tuple[str, ...]],
+    pool: RankPool,
+    references: References,
 ) -> None:
     broken, layout, said, unsaid = trap
     name = "llama, fused" if broken.__name__ in FUSED else "llama"
-    config, parsed = model(name, documents=True), parse_layout(layout)
-    expected = references.expected(config, 8, 1, "float64")
-    text = layout_config(config, parsed, 8, "float64").model_dump_json()
-    found = merge(pool.run(run_broken, parsed.size, broken.__name__, text))
-    told = "\n".join(compare(layout, found, None, expected.findings, TOLERANCES["float64"]).problems)
+    config = model(name, documents=True)
+    told = "\n".join(problems_of(config, layout, broken, pool, references, global_batch=8, steps=1))
     for words in said:
         assert words in told, told
     for words in unsaid:

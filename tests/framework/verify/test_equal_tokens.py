@@ -1,4 +1,6 @@
-"""Equal tokens and a capacity: each layout drops those that one process drops, and verify sees one that does not."""
+"""Equal tokens and a capacity: each layout drops those that one process drops,
+and verify sees one that does not.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ import torch
 import meshwright_models.router
 from meshwright.config import RunConfig
 from meshwright.verify import Verification, compare, layout_config, parse_layout, run_layout
-from meshwright.verify.compare import TOLERANCES, relative_distances
+from meshwright.verify.compare import relative_distances
 from meshwright.verify.rank import RankFindings, merge
 from meshwright.verify.sources import random_documents, random_sample
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
 from meshwright_models.equal_scores import OF_TOKENS
 from tests.framework.verify.cases import LATER, config_of
@@ -22,8 +25,16 @@ MOE = {"num_experts": 4, "top_k": 2, "capacity_factor": 0.75}
 
 
 def model(scores: str, *, has_documents: bool) -> RunConfig:
-    """A mixture without dropout, of sizes that no vector unit divides: equal rows of a product differ in last bits."""
-    sizes = {"vocab_size": 61, "hidden_size": 40, "num_layers": 3, "max_sequence_length": LENGTH, "num_heads": 4}
+    """Return a mixture without dropout, of sizes that no vector unit divides:
+    equal rows of a product differ in last bits.
+    """
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 40,
+        "num_layers": 3,
+        "max_sequence_length": LENGTH,
+        "num_heads": 4,
+    }
     sizes |= {"num_kv_heads": 2, "ffn_size": 20, "moe": MOE | {"router": scores}}  # type: ignore[dict-item]
     config = config_of("meshwright_models.llama:build", sizes, LENGTH)
     return config.replace(data={"document_boundaries": has_documents})
@@ -71,7 +82,9 @@ def test_the_dropped_tokens_are_those_of_one_process(
 @pytest.mark.all_layouts
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_numbers_of_other_precisions(dtype: str, pool: RankPool) -> None:
-    row = proof("softmax", True, dtype).compare_layout(parse_layout("cp2,mbs2"), pool, is_repeated=False)
+    row = proof("softmax", True, dtype).compare_layout(
+        parse_layout("cp2,mbs2"), pool, is_repeated=False
+    )
     assert row.passed, (row.problems, row.failure)
 
 

@@ -1,4 +1,6 @@
-"""Balanced experts: bias, sequence loss, batch loss and z-loss in layouts, and faults of each that must be seen."""
+"""Balanced experts: bias, sequence loss, batch loss and z-loss in layouts,
+and faults of each that must be seen.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,16 @@ from meshwright.verify.near_ties import NearestTie
 from meshwright.verify.rank import merge
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import LATER
+from tests.support.marks import marked_rows
 
-SIZES = {"vocab_size": 33, "num_layers": 2, "max_sequence_length": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+SIZES = {
+    "vocab_size": 33,
+    "num_layers": 2,
+    "max_sequence_length": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+}
 SIZES |= {"hidden_size": 16, "ffn_size": 16}
 MOE = {"num_experts": 6, "top_k": 2, "router": "sigmoid", "balance": "bias", "bias_rate": 0.01}
 LOSSES = {"sequence": {"sequence_loss": 0.5, "router_z_loss": 0.02}, "batch": {"batch_loss": 0.5}}
@@ -47,6 +57,7 @@ CASES = [
 ]
 
 
+@marked_rows("long", "sequence-cp2,tp2,sequence", "batch-dp2,tp2,sequence,mbs2")
 @pytest.mark.parametrize(
     ("losses", "text"), [(pytest.param if is_first else LATER)(*case) for *case, is_first in CASES]
 )
@@ -56,10 +67,14 @@ def test_losses_and_bias_are_those_of_one_process(losses: str, text: str, pool: 
     assert row.passed, (row.problems, row.failure)
     config = layout_config(config_of(losses), layout, 8, "float64")
     found = merge(pool.run(run_layout, layout.size, config.model_dump_json(), 3, True))
-    expected = proof(losses)._reference(layout.micro_batch_size if losses == "batch" else 1).findings
+    expected = (
+        proof(losses)._reference(layout.micro_batch_size if losses == "batch" else 1).findings
+    )
     for block in (0, 1):
         name = f"block{block}.mlp.router.bias"
-        assert torch.equal(found.weights[name], expected.weights[name]), "integers are summed exactly"
+        assert torch.equal(found.weights[name], expected.weights[name]), (
+            "integers are summed exactly"
+        )
         assert 0 < found.weights[name].abs().max() < 0.031
 
 
@@ -67,9 +82,9 @@ def test_near_ties_are_reported() -> None:
     tie = proof("sequence")._reference(1).findings.nearest_tie
     assert 0 < tie.gap < 0.01 and tie.router.startswith("block")
     assert f"nearest tie of a router: {tie.gap:.1e}" in proof("sequence").report([]).table()
-    assert "try another run.seed" in tie._replace(gap=1e-14).sentence("float64") and not NearestTie().sentence(
+    assert "try another run.seed" in tie._replace(gap=1e-14).sentence(
         "float64"
-    )
+    ) and not NearestTie().sentence("float64")
 
 
 FAULTS = {
@@ -82,7 +97,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [fault if fault == "not summed over tp" else LATER(fault) for fault in FAULTS])
+@marked_rows("long", "not summed over tp")
+@pytest.mark.parametrize(
+    "fault", [fault if fault == "not summed over tp" else LATER(fault) for fault in FAULTS]
+)
 def test_a_fault_is_seen(fault: str, pool: RankPool) -> None:
     text, said = FAULTS[fault]
     faulty = proof("sequence")

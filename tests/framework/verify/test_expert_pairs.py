@@ -1,4 +1,6 @@
-"""Shared experts beside every other feature, in float64 against one plain process; what has no pair is refused."""
+"""Shared experts beside every other feature, in float64 against one plain process;
+what has no pair is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from torch import nn
 
 import meshwright.model.build
 from meshwright.config import RunConfig
-from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
 from meshwright.verify import Verification, compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
 from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
-from tests.framework.verify.cases import LATER, References, prove
+from tests.framework.verify.cases import LATER, References, assert_agrees
 from tests.framework.verify.test_expert_parallel import model
-from tests.support.errors import has_code
+from tests.support.errors import raises
+from tests.support.marks import long_row, marked_rows
 
 MUON: dict[str, Any] = {"optimizer": {"name": "muon", "learning_rate": 1e-2}}
 MOONLIGHT: dict[str, Any] = {"optimizer": {**MUON["optimizer"], "scale": "match_rms_adamw"}}
@@ -45,7 +47,13 @@ def balanced(**losses: float) -> dict[str, Any]:
 
 
 DEEP: dict[str, Any] = {"model.options": {"num_layers": 4}}
-BESIDE = {"muon": MUON, "adapters": ADAPTERS, "fp8": FLOAT8, "adamw8bit": BLOCKS, "documents": DOCUMENTS}
+BESIDE = {
+    "muon": MUON,
+    "adapters": ADAPTERS,
+    "fp8": FLOAT8,
+    "adamw8bit": BLOCKS,
+    "documents": DOCUMENTS,
+}
 PAIRED = {
     "muon": "dualpipe_v,zero2",
     "adapters": "dualpipe_v,full",
@@ -58,22 +66,19 @@ PAIRED = {
 
 def longer(**options: Any) -> dict[str, Any]:
     """Samples for whose parts on a rank the search for layers that mix tokens has a prime."""
-    return {"data": {"sequence_length": 32}, "model.options": {"max_sequence_length": 32, "moe": BALANCED | options}}
+    return {
+        "data": {"sequence_length": 32},
+        "model.options": {"max_sequence_length": 32, "moe": BALANCED | options},
+    }
 
 
 def config_of(name: str, sections: dict[str, Any]) -> RunConfig:
-    """A model of experts, with other values in some sections."""
+    """Return a model of experts, with other values in some sections."""
     tree = model(name).model_dump()
     for section, keys in sections.items():
         place = tree["model"]["options"] if section == "model.options" else tree[section]
         place |= keys
     return RunConfig.model_validate(tree)
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the rows of this module."""
-    return References()
 
 
 CASES = [
@@ -88,7 +93,9 @@ CASES = [
     LATER("mixtral", "dp2,tp2,ep4,sequence,zero3", BLOCKS, id="adamw8bit-tp"),
     LATER("mixtral", "dp2,ep2", {"optimizer": {"name": "lion"}}, id="lion"),
     LATER("mixtral", "dp2,ep2,zero2", {"optimizer": FREE}, id="schedule-free"),
-    LATER("deepseek", "dp2,ep2", {"optimizer": {"builder": "torch.optim:RAdam"}}, id="own-optimizer"),
+    LATER(
+        "deepseek", "dp2,ep2", {"optimizer": {"builder": "torch.optim:RAdam"}}, id="own-optimizer"
+    ),
     pytest.param("deepseek", "dp2,tp2,ep4,sequence,zero3", ADAPTERS, id="adapters"),
     pytest.param("deepseek", "tp2,ep2,sequence,zero3", FLOAT8, id="fp8"),
     LATER("deepseek", "dp4,ep4,zero2", FROZEN, id="frozen-groups"),
@@ -111,13 +118,15 @@ CASES = [
 ]
 
 
+@marked_rows(
+    "all_layouts", "muon", "muon-tp", "adamw8bit", "adapters", "fp8", "balance", "longer-cp"
+)
 @pytest.mark.parametrize(("name", "layout", "sections"), CASES)
 def test_the_pair_has_the_numbers_of_one_process(
     name: str, layout: str, sections: dict[str, Any], pool: RankPool, references: References
 ) -> None:
     config, parsed = config_of(name, sections), parse_layout(layout)
-    row = prove(config, parsed, pool, references, global_batch=8, steps=3, twice=False)
-    assert row.passed, row.problems
+    assert_agrees(config, parsed, pool, references, global_batch=8, steps=3)
 
 
 @functools.cache
@@ -127,35 +136,54 @@ def with_batch_norm(micro_batch_size: int) -> Verification:
     return Verification(config, global_batch=8, steps=2, random_tokens=True)
 
 
-@pytest.mark.parametrize("layout", ["dp2,ep2,mbs2", LATER("dp2,pp2,ep2,mbs2,zb_h1"), LATER("dp4,ep4,zero3,mbs2")])
+@pytest.mark.parametrize(
+    "layout", ["dp2,ep2,mbs2", LATER("dp2,pp2,ep2,mbs2,zb_h1"), LATER("dp4,ep4,zero3,mbs2")]
+)
 def test_batch_norm_before_shared_experts(layout: str, pool: RankPool) -> None:
     row = with_batch_norm(2).compare_layout(parse_layout(layout), pool, is_repeated=False)
     assert row.passed, (row.problems, row.failure)
     assert with_batch_norm(2).traits.has_statistics and with_batch_norm(2).traits.couples_samples
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", LATER("float16"), LATER("float32")])
-def test_the_numbers_of_other_precisions(dtype: str, pool: RankPool, references: References) -> None:
-    row = prove(model("mixtral"), parse_layout("dp2,ep2"), pool, references, global_batch=8, steps=2, dtype=dtype)
-    assert row.passed, row.problems
+@pytest.mark.parametrize("dtype", [long_row("bfloat16"), LATER("float16"), LATER("float32")])
+def test_the_numbers_of_other_precisions(
+    dtype: str, pool: RankPool, references: References
+) -> None:
+    assert_agrees(
+        model("mixtral"),
+        "dp2,ep2",
+        pool,
+        references,
+        global_batch=8,
+        steps=2,
+        dtype=dtype,
+        twice=True,
+    )
 
 
 @pytest.mark.all_layouts
-@pytest.mark.parametrize("layout", ["tp2,ep2,sequence", "dp2,pp2,ep2,full", "dp2,pp2,ep2,dualpipe_v"])
+@pytest.mark.parametrize(
+    "layout", ["tp2,ep2,sequence", "dp2,pp2,ep2,full", "dp2,pp2,ep2,dualpipe_v"]
+)
 def test_compiled_layers(layout: str, pool: RankPool, references: References) -> None:
     config, parsed = model("deepseek", 4 if "dualpipe_v" in layout else 2), parse_layout(layout)
     compiled = layout_config(config, parsed, 8, "float64").replace(train={"compile": True})
-    found = merge(pool.run(run_layout, parsed.size, compiled.model_dump_json(), 2, True, timeout_s=300.0))
+    found = merge(
+        pool.run(run_layout, parsed.size, compiled.model_dump_json(), 2, True, timeout_s=300.0)
+    )
     expected = references.expected(config, 8, 2, "float64")
     assert compare(layout, found, None, expected.findings, TOLERANCES["float64"]).problems == []
 
 
-# --------------------------------------------------------------------------------------------------- faults of matrices
+# ---------------------------------------------------------------------------------------------------
+# faults of matrices
 
 
 def gate_and_up_as_one(matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Gate and up of an expert are one matrix."""
-    return {name: () if name.endswith("experts.gate_up") else rows for name, rows in matrices.items()}
+    return {
+        name: () if name.endswith("experts.gate_up") else rows for name, rows in matrices.items()
+    }
 
 
 def left_to_adamw(matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -169,30 +197,33 @@ FAULTS = {each.__name__: each for each in (gate_and_up_as_one, left_to_adamw)}
 def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> RankFindings:
     found = meshwright.model.build.find_matrices
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshwright.model.build, "find_matrices", lambda *args: FAULTS[broken](found(*args)))
+        patch.setattr(
+            meshwright.model.build, "find_matrices", lambda *args: FAULTS[broken](found(*args))
+        )
         return run_layout(rank, world_size, config_json, 1, True)
 
 
 @pytest.mark.parametrize("broken", ["gate_and_up_as_one", LATER("left_to_adamw")])
-def test_another_choice_of_matrices_is_seen(broken: str, pool: RankPool, references: References) -> None:
+def test_another_choice_of_matrices_is_seen(
+    broken: str, pool: RankPool, references: References
+) -> None:
     config = config_of("sparse", MUON)
     expected = references.expected(config, 8, 1, "float64")
     text = layout_config(config, parse_layout("dp2,ep2"), 8, "float64").model_dump_json()
     found = merge(pool.run(run_broken, 2, broken, text))
-    told = "\n".join(compare("dp2,ep2", found, None, expected.findings, TOLERANCES["float64"]).problems)
+    told = "\n".join(
+        compare("dp2,ep2", found, None, expected.findings, TOLERANCES["float64"]).problems
+    )
     assert "weights after 1 step" in told and "experts.gate_up" in told, told
 
 
-# -------------------------------------------------------------------------------------------------------------- refused
+# --------------------------------------------------------------------------------------------------------------
+# refused
 
 
 def test_adapters_of_experts_are_refused_by_name() -> None:
     sections = {"adapter": {"rank": 2, "targets": ["*.mlp.experts"]}}
-    with pytest.raises(
-        ModelError,
-        match=r"names the experts block0.mlp.experts, whose weights are no nn.Linear",
-        check=has_code("MW-MODEL-046"),
-    ) as got:
+    with raises("MW-MODEL-046", "block0.mlp.experts") as got:
         configured_model(config_of("mixtral", sections))
     assert got.value.code == "MW-MODEL-046"
 
@@ -212,7 +243,11 @@ class Normed(nn.Module):
 def test_parameters_that_do_not_count_experts_are_refused() -> None:
     layers = nn.Sequential()
     layers.add_module("experts", Normed())
-    infos = {name: ParameterInfo(name, tuple(each.shape)) for name, each in layers.named_parameters()}
-    with pytest.raises(ModelError, match=r"experts, and these have up 4, norm 8", check=has_code("MW-EP-004")) as got:
-        meshwright.expert_parallel.plan.apply("own", layers, {"experts": "experts"}, infos, Group("ep", (0, 1), 0))
+    infos = {
+        name: ParameterInfo(name, tuple(each.shape)) for name, each in layers.named_parameters()
+    }
+    with raises("MW-EP-004", "up 4, norm 8") as got:
+        meshwright.expert_parallel.plan.apply(
+            "own", layers, {"experts": "experts"}, infos, Group("ep", (0, 1), 0)
+        )
     assert got.value.code == "MW-EP-004"

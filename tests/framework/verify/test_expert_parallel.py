@@ -1,8 +1,9 @@
-"""Experts that ranks share have the numbers of one process; each mistake that loses them is seen and named."""
+"""Experts that ranks share have the numbers of one process;
+each mistake that loses them is seen and named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,50 +13,70 @@ import meshwright.build
 import meshwright.expert_parallel.plan
 from meshwright.config import RunConfig, parse
 from meshwright.data_parallel.buckets import Bucket
-from meshwright.data_parallel.expert_stage import StageSharding
-from meshwright.errors import ConfigError
 from meshwright.expert_parallel.dispatch import Route
 from meshwright.expert_parallel.exchange import _Combine, _move
 from meshwright.mesh import Grid
+from meshwright.mesh.holders import Holders
 from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.flat import OptimizerShard
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.verify import (
-    compare,
     default_layouts,
     layout_config,
     parse_layout,
     traits_of,
     turn_dropout_on,
 )
-from meshwright.verify.compare import TOLERANCES
-from meshwright.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankPool
-from tests.framework.verify.cases import LATER, References, config_of, prove
-from tests.support.errors import has_code
+from tests.framework.verify.cases import LATER, References, config_of, problems_of, prove
+from tests.support.errors import raises
+from tests.support.marks import marked_rows
+from tests.support.run import Break
 
 LENGTH = 8
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts": 4, "top_k": 2},
-    "deepseek": {"num_experts": 8, "top_k": 3, "expert_ffn_size": 12, "shared_ffn_size": 24, "first_dense": 1}
-    | {"router": "sigmoid", "scaling": 2.5, "num_groups": 4, "groups_per_token": 2, "balance": "bias"},
+    "deepseek": (
+        {
+            "num_experts": 8,
+            "top_k": 3,
+            "expert_ffn_size": 12,
+            "shared_ffn_size": 24,
+            "first_dense": 1,
+        }
+        | {
+            "router": "sigmoid",
+            "scaling": 2.5,
+            "num_groups": 4,
+            "groups_per_token": 2,
+            "balance": "bias",
+        }
+    ),
     "all": {"num_experts": 4, "top_k": 4},
     "sparse": {"num_experts": 16, "top_k": 1, "normalise": False},
 }
-"""Name -> its options. The third sends each token to all experts, the last leaves some experts without a token."""
+"""Name -> its options. The third sends each token to all experts,
+the last leaves some experts without a token.
+"""
 
 
 def model(name: str, num_layers: int = 2) -> RunConfig:
-    """A Llama of 4 heads whose feed-forward networks are a mixture of experts."""
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_layers": num_layers, "max_sequence_length": LENGTH}
-    sizes |= {"num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "dropout": 0.1, "moe": MIXTURES[name]}
+    """Return a Llama of 4 heads whose feed-forward networks are a mixture of experts."""
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_layers": num_layers,
+        "max_sequence_length": LENGTH,
+    }
+    sizes |= {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 24,
+        "dropout": 0.1,
+        "moe": MIXTURES[name],
+    }
     return config_of("meshwright_models.llama:build", sizes, LENGTH)
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the rows of this module."""
-    return References()
 
 
 LAYOUTS = [
@@ -75,29 +96,48 @@ LAYOUTS = [
 ]
 
 
+@marked_rows(
+    "all_layouts",
+    "sparse-dp4,ep4,zero2",
+    "deepseek-dp2,pp2,ep2,zb_v,zero0",
+    "mixtral-tp2,ep2,sequence",
+    "deepseek-dp2,tp2,ep4,sequence,full",
+    "mixtral-dp4,ep2,zero3",
+    "all-cp2,ep2,mbs2",
+)
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_layouts_agree(name: str, layout: str, pool: RankPool, references: References) -> None:
-    row = prove(model(name), parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False)
+    row = prove(
+        model(name), parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False
+    )
     assert row.problems == []
 
 
 def elements_at_rest(rank: int, world_size: int, config_json: str) -> tuple[int, int]:
-    """Return this rank's elements of experts, and of other weights: of shards, without those that are gathered."""
+    """Return this rank's elements of experts, and of other weights: of shards,
+    without those that are gathered.
+    """
     config = parse(config_json)
-    mesh = open_mesh(Grid(*config.parallel.degrees), "cpu", ep_across_nodes=True)
+    mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu", ep_across_nodes=True)
     source = open_verify_source(config, True)
     (replica,) = meshwright.build.build(config, mesh, (source, None)).replicas.values()
     sizes = {True: 0, False: 0}
     for bucket in replica.buckets:
-        sizes[bucket.kind.is_expert] += bucket.master.numel() if bucket.flat is None else bucket.flat.numel()
+        sizes[bucket.slots[0].member.info.sliced_over == "ep"] += (
+            bucket.master.numel() if bucket.flat is None else bucket.flat.numel()
+        )
     return sizes[True], sizes[False]
 
 
 @pytest.mark.parametrize(
     ("text", "share"), [("dp4,ep2,zero3", 2), LATER("dp2,ep2,zero3", 1), LATER("dp8,ep2,zero3", 1)]
 )
-def test_zero_3_keeps_a_share_of_the_experts_of_a_rank(text: str, share: int, pool: RankPool) -> None:
-    """Half of them with two replicas; all if no other rank has them, or 4 shards do not divide the 2 of a rank."""
+def test_zero_3_keeps_a_share_of_the_experts_of_a_rank(
+    text: str, share: int, pool: RankPool
+) -> None:
+    """Half of them with two replicas; all if no other rank has them,
+    or 4 shards do not divide the 2 of a rank.
+    """
     sizes = {}
     for words in (text, text.replace("zero3", "zero2")):
         layout = parse_layout(words)
@@ -108,19 +148,18 @@ def test_zero_3_keeps_a_share_of_the_experts_of_a_rank(text: str, share: int, po
     assert kept == whole and sharded == whole // share and dense < whole_dense
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------------------------------------------------
+# mistakes
 
 
 def norm_without_experts(patch: pytest.MonkeyPatch) -> None:
     """Slices of experts are counted on no rank."""
-    make = meshwright.build.OptimizerShard
 
-    def uncounted(**fields: Any) -> OptimizerShard:
-        shard = make(**fields)
-        assert shard.layout.place is not None
-        return shard._replace(is_counted=shard.is_counted and not shard.layout.place.slots[0][0].is_expert)
+    def without_experts(shard: OptimizerShard) -> bool:
+        holders = shard.layout.holders
+        return holders.is_counted and holders.slices.name != "ep"
 
-    patch.setattr(meshwright.build, "OptimizerShard", uncounted)
+    patch.setattr(OptimizerShard, "is_counted", property(without_experts))
 
 
 def gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
@@ -128,7 +167,7 @@ def gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     reduce = Bucket.reduce
 
     def scaled(bucket: Bucket, *, last: bool = True) -> None:
-        if bucket.kind.is_expert:
+        if bucket.holders.slices.name == "ep":
             bucket.open_gradient().mul_(2)
         reduce(bucket, last=last)
 
@@ -137,14 +176,22 @@ def gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
 
 def summed_over_all_replicas(patch: pytest.MonkeyPatch) -> None:
     """Gradients of experts are summed over dp, in which other ranks have other experts."""
-    patch.setattr(StageSharding, "of", lambda shardings, member: shardings.dense)
+    open_holders = meshwright.build.open_holders
+
+    def over_dp(*arguments: Any, **more: Any) -> dict[str | None, Holders]:
+        found = open_holders(*arguments, **more)
+        return found | {"ep": found[None]._replace(slices=found["ep"].slices, copied_over=())}
+
+    patch.setattr(meshwright.build, "open_holders", over_dp)
 
 
 def router_detached(patch: pytest.MonkeyPatch) -> None:
     """Weights are applied without their history."""
     forward = meshwright.expert_parallel.plan._forward
     patch.setattr(
-        meshwright.expert_parallel.plan, "_forward", lambda m, x, ids, weights: forward(m, x, ids, weights.detach())
+        meshwright.expert_parallel.plan,
+        "_forward",
+        lambda m, x, ids, weights: forward(m, x, ids, weights.detach()),
     )
 
 
@@ -164,7 +211,7 @@ def experts_of_rank_0_everywhere(patch: pytest.MonkeyPatch) -> None:
     take = ParameterInfo.take
 
     def first(info: ParameterInfo, full: Tensor) -> Tensor:
-        if info.is_expert and info.slice is not None:
+        if info.slice is not None and info.slice.over == "ep":
             info = info._replace(slice=info.slice._replace(start=0, stop=info.slice.padded))
         return take(info, full)
 
@@ -181,9 +228,12 @@ def order_lost_in_combine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Combine, "forward", staticmethod(sorted_by_expert))
 
 
-LOSS, GRADIENTS, NORM = "loss of step 1 is", "gradients of step 1 differ", "gradient norm of step 1 is"
+LOSS, GRADIENTS, NORM = (
+    "loss of step 1 is",
+    "gradients of step 1 differ",
+    "gradient norm of step 1 is",
+)
 INITIAL = "initial weights differ"
-Break = Callable[[pytest.MonkeyPatch], None]
 TRAPS: list[tuple[Break, tuple[str, ...], tuple[str, ...]]] = [
     (norm_without_experts, (NORM,), (LOSS, GRADIENTS)),
     (gradient_times_ep, (GRADIENTS, "it is 2 times the reference's"), (LOSS,)),
@@ -193,33 +243,32 @@ TRAPS: list[tuple[Break, tuple[str, ...], tuple[str, ...]]] = [
     (experts_of_rank_0_everywhere, (INITIAL,), ()),
     (order_lost_in_combine, (LOSS, GRADIENTS), (INITIAL,)),
 ]
-BREAKS = {trap[0].__name__: trap[0] for trap in TRAPS}
-
-
-def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> RankFindings:
-    with pytest.MonkeyPatch.context() as patch:
-        BREAKS[broken](patch)
-        return run_layout(rank, world_size, config_json, 1, True)
-
 
 DEFAULT = "dp2,pp2,tp1,cp2,ep2,zb_v,zero3,heads,full,shard2,mbs2"
-"""One of the default layouts of the model with 4 blocks. Its groups of ep differ from those of every axis."""
+"""One of the default layouts of the model with 4 blocks.
+Its groups of ep differ from those of every axis.
+"""
 
 
+@marked_rows(
+    "all_layouts",
+    "norm_without_experts-dp2,ep2",
+    "slices_numbered_from_0-dp2,ep2",
+    "experts_of_rank_0_everywhere-dp2,ep2",
+)
 @pytest.mark.parametrize("layout", ["dp2,ep2", LATER(DEFAULT)])
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap[0].__name__)
 def test_verify_sees_the_mistake(
-    trap: tuple[Break, tuple[str, ...], tuple[str, ...]], layout: str, pool: RankPool, references: References
+    trap: tuple[Break, tuple[str, ...], tuple[str, ...]],
+    layout: str,
+    pool: RankPool,
+    references: References,
 ) -> None:
     broken, said, unsaid = trap
     config = model("mixtral", 4 if layout == DEFAULT else 2)
     if broken in (gradient_times_ep, summed_over_all_replicas):  # FSDP sums the gradients of ZeRO-3
         layout = layout.replace("zero3", "zero2")
-    parsed = parse_layout(layout)
-    expected = references.expected(config, 8, 1, "float64")
-    text = layout_config(config, parsed, 8, "float64").model_dump_json()
-    found = merge(pool.run(run_broken, parsed.size, broken.__name__, text))
-    told = "\n".join(compare(layout, found, None, expected.findings, TOLERANCES["float64"]).problems)
+    told = "\n".join(problems_of(config, layout, broken, pool, references, global_batch=8, steps=1))
     for words in said:
         assert words in told, told
     for words in unsaid:
@@ -238,11 +287,14 @@ def test_a_default_layout_is_the_one_that_sees_the_mistakes() -> None:
 def test_words_of_a_layout() -> None:
     layout = parse_layout("dp2,tp2,ep4,sequence")
     assert layout.ep == 4 and layout.size == 4
-    assert str(layout) == "dp2,pp1,tp2,ep4,1f1b,zero1,sequence,mbs1" and parse_layout(str(layout)) == layout
-    with pytest.raises(ConfigError, match=r"ep4 must divide dp x cp x tp = 2", check=has_code("MW-VERIFY-011")):
+    assert (
+        str(layout) == "dp2,pp1,tp2,ep4,1f1b,zero1,sequence,mbs1"
+        and parse_layout(str(layout)) == layout
+    )
+    with raises("MW-CONFIG-077", "ep4", "dp 2 x tp 1 = 2"):
         layout_config(model("mixtral"), parse_layout("dp2,ep4"), 8, "float64")
-    with pytest.raises(ConfigError, match=r"ep4 with tp2 needs the word sequence", check=has_code("MW-VERIFY-012")):
+    with raises("MW-CONFIG-090", "ep4", "tp2"):
         layout_config(model("mixtral"), parse_layout("dp2,tp2,ep4"), 8, "float64")
     whole = model("mixtral").replace(optimizer={"name": "adafactor"})
-    with pytest.raises(ConfigError, match=r"leave out ep2", check=has_code("MW-VERIFY-013")):
+    with raises("MW-CONFIG-091", "ep2"):
         layout_config(whole, parse_layout("dp2,ep2"), 8, "float64")

@@ -1,4 +1,6 @@
-"""Settings of verify under which faults show, its own learning rate and loss scale, and the variants of a model."""
+"""Settings of verify under which faults show, its own learning rate and loss scale,
+and the variants of a model.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ import pytest
 from torch import nn
 
 from meshwright.config import Optimizer, load
+from meshwright.config.combinations.layout import parse_layout
 from meshwright.optimizer import first_scale, next_scale
 from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.traits import traits_of
 from meshwright.verify import (
     Layout,
     Report,
@@ -23,11 +27,10 @@ from meshwright.verify import (
     make_small,
     shrink,
 )
-from meshwright.verify.layouts import FLOAT16_SCALE, parse_layout
+from meshwright.verify.layouts import FLOAT16_SCALE
 from meshwright.verify.plain_rate import plain_rate
 from meshwright.verify.plain_scale import PlainScale
 from meshwright.verify.smaller import get_option, turn_dropout_off, turn_dropout_on
-from meshwright.verify.traits import traits_of
 from meshwright.verify.trials import RAMP_STEPS, further_trials, spread
 from meshwright_launch import verification
 from meshwright_launch.verification import plan_trials
@@ -50,17 +53,21 @@ def test_the_plain_rate_is_the_runs(schedule: Any, warmup: int, until: int) -> N
     numbers |= {"min_learning_rate": 1e-4, "decay_until": until} if schedule != "constant" else {}
     optimizer = Optimizer(schedule=schedule, warmup_steps=warmup, learning_rate=2e-3, **numbers)
     for step in range(30):
-        assert plain_rate(optimizer, step + 1, 30) == pytest.approx(learning_rate(optimizer, step, 30), rel=1e-13)
+        assert plain_rate(optimizer, step + 1, 30) == pytest.approx(
+            learning_rate(optimizer, step, 30), rel=1e-13
+        )
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 def test_the_plain_loss_scale_is_the_runs(hysteresis: int) -> None:
-    run = config("demo", "--train.dtype=float16").replace(loss_scale={**FLOAT16_SCALE, "hysteresis": hysteresis})
-    scale, plain = first_scale(run), PlainScale(run.loss_scale)
+    run = config("demo", "--train.dtype=float16").replace(
+        loss_scale={**FLOAT16_SCALE, "hysteresis": hysteresis}
+    )
+    scale, plain = first_scale(run.loss_scale, run.train.dtype), PlainScale(run.loss_scale)
     for step in range(40):
         assert scale.value == plain.value, step
         overflow = scale.value > 2.0**20 or step in (11, 12, 30)
-        scale = next_scale(run, scale, overflow=overflow)
+        scale = next_scale(run.loss_scale, run.train.dtype, scale, overflow=overflow)
         plain.update(found_inf=overflow)
 
 
@@ -74,7 +81,9 @@ def test_the_plain_loss_scale_is_the_runs(hysteresis: int) -> None:
         ("--optimizer.schedule=constant", "--optimizer.min_learning_rate=0"),
     ],
 )
-def test_a_compressed_schedule_is_a_legal_one_with_all_its_parts(overrides: tuple[str, ...]) -> None:
+def test_a_compressed_schedule_is_a_legal_one_with_all_its_parts(
+    overrides: tuple[str, ...],
+) -> None:
     own = config("demo", *overrides)
     compressed, notes = compress(own, STEPS)
     layout_config(compressed, Layout(), 8, "float64").model_validate(compressed.model_dump())
@@ -87,7 +96,9 @@ def test_a_compressed_schedule_is_a_legal_one_with_all_its_parts(overrides: tupl
 
 def test_what_the_course_leaves_out_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     stage = {"from_step": 5, "train": "other"}
-    own = config("demo").replace(data={"stages": [stage]}, batch={"global_batch": 8, "ramp": (4, 4, 12)})
+    own = config("demo").replace(
+        data={"stages": [stage]}, batch={"global_batch": 8, "ramp": (4, 4, 12)}
+    )
     verification.magnify(own, STEPS, 8, 1, whole=True)
     said = capsys.readouterr().out
     assert "data.stages left out" in said and "batch.ramp left out" in said
@@ -95,7 +106,7 @@ def test_what_the_course_leaves_out_is_printed(capsys: pytest.CaptureFixture[str
 
 
 def normed(vocab_size: int) -> nn.Sequential:
-    """A model whose samples depend on each other, by the labels of a micro-batch."""
+    """Return a model whose samples depend on each other, by the labels of a micro-batch."""
     return nn.Sequential(nn.Embedding(vocab_size, 8), Centred(), nn.Linear(8, vocab_size))
 
 
@@ -110,7 +121,9 @@ def test_a_clip_norm_is_lowered_only_if_the_first_norm_does_not_reach_it() -> No
     own = config_of("tests.framework.verify.test_magnify:normed", {"vocab_size": 17}, 2)
 
     def clip_norm(bound: float, size: int) -> float:
-        return clip_first(own.replace(optimizer={"clip_norm": bound}), 8, size).config.optimizer.clip_norm
+        return clip_first(
+            own.replace(optimizer={"clip_norm": bound}), 8, size
+        ).config.optimizer.clip_norm
 
     alone, of_four = clip_norm(1e3, 1), clip_norm(1e3, 4)
     assert alone != of_four, "the norm is that of the run's micro-batches"
@@ -127,7 +140,9 @@ def test_updates_are_large_enough_to_see() -> None:
         ratio = louder.optimizer.min_learning_rate / louder.optimizer.learning_rate
         own = config(name).optimizer
         assert ratio == pytest.approx(own.min_learning_rate / own.learning_rate)
-    assert amplify(config("demo", "--optimizer.weight_decay=0")).config.optimizer.weight_decay == 0.0
+    assert (
+        amplify(config("demo", "--optimizer.weight_decay=0")).config.optimizer.weight_decay == 0.0
+    )
     assert amplify(config("demo")).notes == [], "a rate that is large stays"
 
 
@@ -135,14 +150,16 @@ def test_heads_that_tp_shares_in_the_run_are_shared_in_the_small_model() -> None
     options = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8}
     assert shrink(options)["num_kv_heads"] == 4 and shrink(options, tp=16)["num_kv_heads"] == 2
     small = make_small(config("llama3-8b", "--parallel.tp=16", "--parallel.dp=4"), 32).config
-    assert get_option(small, "num_kv_heads") == 2
+    assert get_option(small.model, "num_kv_heads") == 2
 
 
 def test_dropout_is_turned_off_wherever_it_is() -> None:
     on = turn_dropout_on(make_small(config("demo"), 32).config).config
     off = turn_dropout_off(on)
     assert off is not None and off.model.options["dropout"] == 0.0
-    quiet = turn_dropout_on(config_of("tests.framework.verify.models:quiet_dropout", {"vocab_size": 17}, 8)).config
+    quiet = turn_dropout_on(
+        config_of("tests.framework.verify.models:quiet_dropout", {"vocab_size": 17}, 8)
+    ).config
     off = turn_dropout_off(quiet)
     assert off is not None and off.model.builder == "tests.framework.verify.models:quiet_dropout"
 
@@ -180,10 +197,17 @@ def test_variants_do_not_use_the_routing_directory_of_the_run(
         def report(self, rows: list[Any]) -> Report:
             return Report("", rows)
 
-    trials = [Trial(name, config("demo"), [], "float64", name == "bfloat16") for name in ("", "a variant", "bfloat16")]
+    trials = [
+        Trial(name, config("demo"), [], "float64", name == "bfloat16")
+        for name in ("", "a variant", "bfloat16")
+    ]
     monkeypatch.setattr("meshwright.verify.Verification", Recorder)
-    monkeypatch.setattr(verification, "plan_trials", lambda *a, **k: verification.TrialPlan(trials, 8, None))
-    options = argparse.Namespace(config=str(ROOT / "configs/demo.toml"), layouts=None, steps=2, dtype="float64")
+    monkeypatch.setattr(
+        verification, "plan_trials", lambda *a, **k: verification.TrialPlan(trials, 8, None)
+    )
+    options = argparse.Namespace(
+        config=str(ROOT / "configs/demo.toml"), layouts=None, steps=2, dtype="float64"
+    )
     options.whole, options.routing, options.routing_directory = False, mode, tmp_path
     assert verification.verify(options, []) == 0
     assert routings == [(mode, tmp_path), (mode, None), ("replay", None)]
@@ -196,10 +220,15 @@ def test_variants_do_not_use_the_routing_directory_of_the_run(
 
 def test_layouts_are_refused_only_if_they_would_be_chosen() -> None:
     """A refusal builds the model: 0.6 s for each of 30 layouts."""
-    layouts = [parse_layout(text) for text in ("dp2", "dp2,zero3", "pp2,gpipe", "dp2,pp2,zero3", "tp2", "pp2", "tp4")]
+    layouts = [
+        parse_layout(text)
+        for text in ("dp2", "dp2,zero3", "pp2,gpipe", "dp2,pp2,zero3", "tp2", "pp2", "tp4")
+    ]
     traits = traits_of(
         config_of(
-            "meshwright_models.gpt2:build", {"vocab_size": 17, "hidden_size": 16, "num_heads": 4, "num_layers": 2}, 8
+            "meshwright_models.gpt2:build",
+            {"vocab_size": 17, "hidden_size": 16, "num_heads": 4, "num_layers": 2},
+            8,
         )
     )
     asked: list[Layout] = []
@@ -210,7 +239,12 @@ def test_layouts_are_refused_only_if_they_would_be_chosen() -> None:
 
     chosen = spread(layouts, traits, 2, is_refused)
     assert chosen == spread([layout for layout in layouts if layout.zero != 3], traits, 2)
-    assert len(asked) == len(set(asked)) == len(chosen) + sum(layout.zero == 3 for layout in asked) < len(layouts)
+    assert (
+        len(asked)
+        == len(set(asked))
+        == len(chosen) + sum(layout.zero == 3 for layout in asked)
+        < len(layouts)
+    )
     assert spread(layouts, traits, 99, lambda _: True) == []
 
 
@@ -219,22 +253,42 @@ def test_layouts_are_refused_only_if_they_would_be_chosen() -> None:
     ("name", "overrides", "expected"),
     [
         ("demo", (), ["", "without dropout, 4 samples at first"]),
-        ("demo", ("--train.dtype=float16",), ["", "without dropout, 4 samples at first", "float16"]),
-        ("demo", ("--optimizer.name=adamw8bit",), ["", "without dropout, 4 samples at first", "blocks of 32"]),
-        ("llama3-8b", (), ["", "without dropout, 4 samples at first", "2 key-value heads", "bfloat16"]),
+        (
+            "demo",
+            ("--train.dtype=float16",),
+            ["", "without dropout, 4 samples at first", "float16"],
+        ),
+        (
+            "demo",
+            ("--optimizer.name=adamw8bit",),
+            ["", "without dropout, 4 samples at first", "blocks of 32"],
+        ),
+        (
+            "llama3-8b",
+            (),
+            ["", "without dropout, 4 samples at first", "2 key-value heads", "bfloat16"],
+        ),
     ],
 )
-def test_variants_follow_from_the_configuration(name: str, overrides: tuple[str, ...], expected: list[str]) -> None:
+def test_variants_follow_from_the_configuration(
+    name: str, overrides: tuple[str, ...], expected: list[str]
+) -> None:
     plan = plan_trials(config(name, *overrides), [], STEPS, "float64", whole=False)
     assert [trial.name for trial in plan.trials] == expected
     ramping = plan.trials[1]
     for layout in ramping.layouts:
-        assert layout_config(ramping.config, layout, plan.global_batch, "float64").batch.ramp == (4, 4, 12)
+        assert layout_config(ramping.config, layout, plan.global_batch, "float64").batch.ramp == (
+            4,
+            4,
+            12,
+        )
     main = plan.trials[0]
     for trial in plan.trials[1:]:
         is_short = trial.dtype == main.dtype  # 16 bits need the fall of the loss scale
         assert trial.steps(STEPS) == (RAMP_STEPS + 2 if is_short else STEPS)
-    assert layout_config(main.config, main.layouts[0], plan.global_batch, "float64").batch.ramp is None
+    assert (
+        layout_config(main.config, main.layouts[0], plan.global_batch, "float64").batch.ramp is None
+    )
 
 
 @pytest.mark.long

@@ -1,8 +1,9 @@
-"""Muon in any layout against the plain run, the faults that others had with it, and fused against split projections."""
+"""Muon in any layout against the plain run, the faults that others had with it,
+and fused against split projections.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -13,26 +14,28 @@ from torch import Tensor
 import meshwright.model.build
 import meshwright.optimizer.flat
 import meshwright.optimizer.matrix
-from meshwright.config import RunConfig, load_saved
-from meshwright.data_parallel.replica import StageReplica
-from meshwright.errors import ConfigError
+from meshwright.config import RunConfig
+from meshwright.data_parallel.replica import BucketReplica
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.matrix import ShardedMuon, newton_schulz
-from meshwright.verify import compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
+from meshwright.traits import left_out, traits_of
+from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.layouts import is_possible
-from meshwright.verify.rank import RankFindings, merge, run_layout
-from meshwright.verify.traits import traits_of
+from meshwright.verify.rank import merge, run_layout
 from meshwright_launch.pool import RankPool
-from tests.framework.verify.cases import LATER, References, config_of, model_config, prove, size_for
-from tests.support.errors import has_code
+from tests.framework.verify.cases import (
+    LATER,
+    References,
+    assert_agrees,
+    config_of,
+    model_config,
+    problems_of,
+    size_for,
+)
+from tests.support.errors import raises
 from tests.support.fused_attention import fused_from
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the rows of this module."""
-    return References()
+from tests.support.marks import all_layouts_row, mark_all_rows_but, marked_rows
+from tests.support.run import Break, nothing
 
 
 def with_muon(config: RunConfig, **more: Any) -> RunConfig:
@@ -67,14 +70,28 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "dtype"), [*CASES, *(LATER(*case, "float64") for case in MORE)])
+@marked_rows(
+    "all_layouts",
+    "gpt2-dp2,pp2,zb_v,zero2-float64",
+    "llama-dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs2-float64",
+    "llama-dp4,tp2,shard2,zero2,step-float64",
+    "llama-tp4,gpipe-float64",
+    "t5-tp2,sequence,pp2-float64",
+    "gpt2-tp2-float32",
+    "llama-dp2,zero3-bfloat16",
+)
+@pytest.mark.parametrize(
+    ("model", "layout", "dtype"), [*CASES, *(LATER(*case, "float64") for case in MORE)]
+)
 def test_the_layout_gives_the_numbers_of_one_process(
     model: str, layout: str, dtype: str, pool: RankPool, references: References
 ) -> None:
     size = size_for(parse_layout(layout))
-    row = prove(
-        with_muon(model_config(model, size), scale="spectral" if "zero2" in layout else "match_rms_adamw"),
-        parse_layout(layout),
+    assert_agrees(
+        with_muon(
+            model_config(model, size), scale="spectral" if "zero2" in layout else "match_rms_adamw"
+        ),
+        layout,
         pool,
         references,
         global_batch=size.global_batch,
@@ -82,7 +99,6 @@ def test_the_layout_gives_the_numbers_of_one_process(
         dtype=dtype,
         twice=dtype == "float32",
     )
-    assert row.passed, "\n".join(row.problems)
 
 
 @pytest.mark.all_layouts
@@ -92,11 +108,20 @@ def test_the_numbers_stay_so_over_ten_steps(
 ) -> None:
     size, parsed = size_for(parse_layout(layout)), parse_layout(layout)
     config = with_muon(model_config(model, size))
-    row = prove(config, parsed, pool, references, global_batch=size.global_batch, steps=10, dtype=dtype)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(
+        config,
+        parsed,
+        pool,
+        references,
+        global_batch=size.global_batch,
+        steps=10,
+        dtype=dtype,
+        twice=True,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ other features
+# ------------------------------------------------------------------------------------------------------
+# other features
 
 LORA = {"rank": 3, "alpha": 6.0, "targets": ["*.attention.qkv", "*.mlp.*"]}
 GROUPS = [
@@ -104,28 +129,49 @@ GROUPS = [
     {"names": ["block1.*"], "learning_rate_factor": 0.5, "weight_decay": 0.0},
 ]
 FEATURES = [
-    LATER("llama", "dp2,tp2,zero2", "float64", {"train": {"linear": "fp8", "fp8_keep": ["head"]}}, id="fp8"),
+    LATER(
+        "llama",
+        "dp2,tp2,zero2",
+        "float64",
+        {"train": {"linear": "fp8", "fp8_keep": ["head"]}},
+        id="fp8",
+    ),
     pytest.param("llama", "dp2,tp2", "float64", {"adapter": LORA}, id="adapters"),
     LATER("gpt2", "dp2,pp2,zero3", "float64", {"adapter": LORA}, id="adapters-zero3"),
-    pytest.param("llama", "dp2,pp2,zb_h1", "float64", {"model": {"parameter_groups": GROUPS}}, id="groups-and-frozen"),
+    pytest.param(
+        "llama",
+        "dp2,pp2,zb_h1",
+        "float64",
+        {"model": {"parameter_groups": GROUPS}},
+        id="groups-and-frozen",
+    ),
     LATER("gpt2", "dp2,pp2,tp2,zb_v,sequence", "float64", {}, id="tied"),
     LATER("gpt2", "dp2,tp2", "float16", {}, id="float16"),
 ]
 
 
+@marked_rows("all_layouts", "adapters")
 @pytest.mark.parametrize(("model", "layout", "dtype", "sections"), FEATURES)
 def test_it_composes_with_other_features(
-    model: str, layout: str, dtype: str, sections: dict[str, Any], pool: RankPool, references: References
+    model: str,
+    layout: str,
+    dtype: str,
+    sections: dict[str, Any],
+    pool: RankPool,
+    references: References,
 ) -> None:
-    """A and B of an adapter are matrices, float8 products have gradients like others, frozen weights have none."""
+    """A and B of an adapter are matrices, float8 products have gradients like others,
+    frozen weights have none.
+    """
     size = size_for(parse_layout(layout))
     tree = with_muon(model_config(model, size)).model_dump()
     for section, keys in sections.items():
         tree[section] = {**tree[section], **keys}
     config = RunConfig.model_validate(tree)
     parsed = parse_layout(layout)
-    row = prove(config, parsed, pool, references, global_batch=size.global_batch, steps=3, dtype=dtype, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(
+        config, parsed, pool, references, global_batch=size.global_batch, steps=3, dtype=dtype
+    )
 
 
 def test_layouts_with_offload_are_left_out_and_refused() -> None:
@@ -134,37 +180,19 @@ def test_layouts_with_offload_are_left_out_and_refused() -> None:
         config = with_muon(model_config("gpt2", size), name=name)
         traits = traits_of(config)
         assert is_possible(layout, traits, size.global_batch, size.sequence_length) == is_offloaded
-        assert any("offload" in reason for reason in traits.left_out()) != is_offloaded
-    with pytest.raises(ConfigError, check=has_code("MW-VERIFY-010")) as caught:
+        assert any("offload" in reason for reason in left_out(traits)) != is_offloaded
+    with raises("MW-CONFIG-067", "dp2"):
         layout_config(config, layout, size.global_batch, "float64")
-    assert caught.value.code == "MW-VERIFY-010" and "dp2" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("keys", "code", "said"),
-    [
-        ({"momentum": 0.8}, "MW-CONFIG-073", "set optimizer.muon_momentum = 0.8"),
-        ({"name": "adamw", "ns_steps": 3}, "MW-CONFIG-068", 'choose optimizer.name = "muon"'),
-        ({"ns_steps": 0}, "MW-CONFIG-020", "at least 1"),
-        ({"builder": "torch.optim:RAdam"}, "MW-CONFIG-060", "no effect with optimizer.builder"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], code: str, said: str) -> None:
-    saved = {
-        "model": {"builder": "x:build"},
-        "data": {"train": "random"},
-        "batch": {"micro_batch_size": 1, "chunks": 1},
-    }
-    with pytest.raises(ConfigError) as caught:
-        load_saved({**saved, "optimizer": {"name": "muon", **keys}}, [], "run.toml")
-    assert caught.value.code == code and said in caught.value.message
-
-
-# --------------------------------------------------------------------------------------------------------------- traps
+# ---------------------------------------------------------------------------------------------------------------
+# traps
 
 
 def on_a_shard(patch: pytest.MonkeyPatch) -> None:
-    """Each tp rank's part of a matrix is orthogonalised by itself, and put where the whole would be."""
+    """Each tp rank's part of a matrix is orthogonalised by itself,
+    and put where the whole would be.
+    """
 
     def of_parts(matrix: Tensor, steps: int) -> Tensor:
         return torch.cat([newton_schulz(part, steps) for part in matrix.chunk(2)])
@@ -174,16 +202,18 @@ def on_a_shard(patch: pytest.MonkeyPatch) -> None:
 
 def per_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """The gradient of each micro-batch is orthogonalised before it is added to the others."""
-    accumulated = StageReplica._accumulated
+    accumulated = BucketReplica._accumulated
 
-    def orthogonal(reference: ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
+    def orthogonal(
+        reference: ref[BucketReplica], parameter: Tensor, *, index: int, number: int
+    ) -> None:
         replica = reference()
         assert replica is not None
         if parameter.grad is not None and replica.buckets[index].kind.is_matrix:
             parameter.grad = newton_schulz(parameter.grad, 5)
         accumulated(reference, parameter, index=index, number=number)
 
-    patch.setattr(StageReplica, "_accumulated", orthogonal)
+    patch.setattr(BucketReplica, "_accumulated", orthogonal)
 
 
 def on_the_raw_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +232,9 @@ def on_the_raw_gradient(patch: pytest.MonkeyPatch) -> None:
 def with_qkv_as_one(patch: pytest.MonkeyPatch) -> None:
     """The declaration of the model is not read."""
     found = meshwright.model.build.find_matrices
-    patch.setattr(meshwright.model.build, "find_matrices", lambda *args: dict.fromkeys(found(*args), ()))
+    patch.setattr(
+        meshwright.model.build, "find_matrices", lambda *args: dict.fromkeys(found(*args), ())
+    )
 
 
 def on_the_head_too(patch: pytest.MonkeyPatch) -> None:
@@ -234,9 +266,6 @@ def another_home_s_update(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(meshwright.optimizer.matrix.MatrixExchange, "orthogonalise", swapped)
 
 
-Break = Callable[[pytest.MonkeyPatch], None]
-
-
 class MuonTrap(NamedTuple):
     """A fault, a layout that must see it, and what must be named first."""
 
@@ -251,61 +280,60 @@ TRAPS = [
     MuonTrap(on_a_shard, "tp2", f"{WEIGHTS} in"),
     MuonTrap(per_micro_batch, "dp2", "gradients of step 1 differ"),
     MuonTrap(on_the_raw_gradient, "dp2,zero2", f"{WEIGHTS} in"),
-    MuonTrap(with_qkv_as_one, "dp2,tp2", "differ in 4 of 15 parameters, first block0.attention.qkv.weight", steps=1),
+    MuonTrap(
+        with_qkv_as_one,
+        "dp2,tp2",
+        "differ in 4 of 15 parameters, first block0.attention.qkv.weight",
+        steps=1,
+    ),
     MuonTrap(on_the_head_too, "dp2", "first embedding.tokens.weight"),
     MuonTrap(without_clipping, "dp2", f"{WEIGHTS} in"),
     MuonTrap(another_home_s_update, "dp2,tp2", f"{WEIGHTS} in"),
 ]
 
 
-def nothing(patch: pytest.MonkeyPatch) -> None:
-    """The framework as it is."""
-
-
-BREAKS = {trap.broken.__name__: trap.broken for trap in (*TRAPS, MuonTrap(nothing, "", ""))}
-
-
-def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
-    """One rank in a framework with one fault."""
-    with pytest.MonkeyPatch.context() as patch:
-        BREAKS[broken](patch)
-        return run_layout(rank, world_size, config_json, steps, True)
-
-
-def problems_of(trap: MuonTrap, pool: RankPool, references: References) -> list[str]:
-    size, layout = size_for(parse_layout("dp2,tp2")), parse_layout(trap.layout)
+def problems_with(trap: MuonTrap, pool: RankPool, references: References) -> list[str]:
+    size = size_for(parse_layout("dp2,tp2"))
     config = with_muon(model_config("llama", size), clip_norm=0.05)
-    expected = references.expected(config, size.global_batch, trap.steps, "float64")
-    text = layout_config(config, layout, size.global_batch, "float64").model_dump_json()
-    found = merge(pool.run(run_broken, layout.size, trap.broken.__name__, text, trap.steps))
-    return compare(trap.layout, found, None, expected.findings, TOLERANCES["float64"]).problems
+    batch = size.global_batch
+    return problems_of(
+        config, trap.layout, trap.broken, pool, references, global_batch=batch, steps=trap.steps
+    )
 
 
+@mark_all_rows_but("all_layouts", "without_clipping")
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.broken.__name__)
-def test_the_fault_is_seen_and_named(trap: MuonTrap, pool: RankPool, references: References) -> None:
-    problems = problems_of(trap, pool, references)
+def test_the_fault_is_seen_and_named(
+    trap: MuonTrap, pool: RankPool, references: References
+) -> None:
+    problems = problems_with(trap, pool, references)
     assert any(trap.said in problem for problem in problems), problems
 
 
 def test_without_a_fault_nothing_is_said(pool: RankPool, references: References) -> None:
-    assert problems_of(MuonTrap(nothing, "dp2,tp2", ""), pool, references) == []
+    assert problems_with(MuonTrap(nothing, "dp2,tp2", ""), pool, references) == []
 
 
-# ------------------------------------------------------------------------------------------------------ fused and split
+# ------------------------------------------------------------------------------------------------------
+# fused and split
 
 
 def trained(fused: bool, layout: str, pool: RankPool) -> dict[str, Tensor]:
-    """The weights after four steps."""
+    """Return the weights after four steps."""
     config = with_muon(config_of("tests.support.fused_attention:build", {"fused": fused}, 8))
     parsed = parse_layout(layout)
     text = layout_config(config, parsed, 8, "float64").model_dump_json()
     return merge(pool.run(run_layout, parsed.size, text, 4, True)).weights
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2,tp2,zero3"])
+@pytest.mark.parametrize("layout", ["dp2", all_layouts_row("dp2,tp2,zero3")])
 def test_one_linear_for_q_k_and_v_is_trained_as_three(layout: str, pool: RankPool) -> None:
     one, three = trained(True, layout, pool), trained(False, layout, pool)
     for block in ("block0", "block1"):
         parts = [three[f"{block}.{name}.weight"] for name in "qkv"]
-        torch.testing.assert_close(one[f"{block}.qkv.weight"], fused_from(parts), rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(one["embedding.weight"], three["embedding.weight"], rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(
+            one[f"{block}.qkv.weight"], fused_from(parts), rtol=1e-10, atol=1e-11
+        )
+    torch.testing.assert_close(
+        one["embedding.weight"], three["embedding.weight"], rtol=1e-10, atol=1e-11
+    )

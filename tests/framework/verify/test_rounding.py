@@ -1,4 +1,6 @@
-"""Weights whose exact gradient is zero: rounding alone is no difference, and a wrong tiny gradient is one."""
+"""Weights whose exact gradient is zero: rounding alone is no difference,
+and a wrong tiny gradient is one.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,22 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.verify import Verification, compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
-from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify.rank import merge, run_layout
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import config_of
+from tests.support.run import run_broken
 
 STEPS, GLOBAL_BATCH, LAYOUT = 2, 4, parse_layout("dp2")
 
 
 def config() -> RunConfig:
-    return config_of("tests.framework.verify.models:cancelled", {"vocab_size": 13}, 6, optimizer={"clip_norm": 0.0})
+    return config_of(
+        "tests.framework.verify.models:cancelled",
+        {"vocab_size": 13},
+        6,
+        optimizer={"clip_norm": 0.0},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +35,9 @@ def verification() -> Verification:
     return Verification(config(), global_batch=GLOBAL_BATCH, steps=STEPS, random_tokens=True)
 
 
-def test_rounding_of_a_zero_gradient_is_no_difference(verification: Verification, pool: RankPool) -> None:
+def test_rounding_of_a_zero_gradient_is_no_difference(
+    verification: Verification, pool: RankPool
+) -> None:
     text = layout_config(config(), LAYOUT, GLOBAL_BATCH, "float64").model_dump_json()
     found = merge(pool.run(run_layout, LAYOUT.size, text, STEPS, True))
     strict = compare("dp2", found, None, verification._reference(1).findings, TOLERANCES["float64"])
@@ -71,17 +81,17 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
-    """One rank in a framework with one fault."""
-    with pytest.MonkeyPatch.context() as patch:
-        FAULTS[broken](patch)
-        return run_layout(rank, world_size, config_json, steps, True)
-
-
 @pytest.mark.parametrize("broken", FAULTS)
-def test_a_wrong_tiny_gradient_is_seen(broken: str, verification: Verification, pool: RankPool) -> None:
+def test_a_wrong_tiny_gradient_is_seen(
+    broken: str, verification: Verification, pool: RankPool
+) -> None:
     text = layout_config(config(), LAYOUT, GLOBAL_BATCH, "float64").model_dump_json()
-    found = merge(pool.run(run_broken, LAYOUT.size, broken, text, STEPS))
+    found = merge(pool.run(run_broken, LAYOUT.size, FAULTS[broken], text, STEPS))
     expected, rounding = verification._reference(1).findings, verification._rounding(1)
-    row = compare("dp2", found, None, expected, TOLERANCES["float64"], rounding.weights, rounding.noise)
-    assert any(problem.startswith("weights after 2 steps") for problem in row.problems), (row, rounding)
+    row = compare(
+        "dp2", found, None, expected, TOLERANCES["float64"], rounding.weights, rounding.noise
+    )
+    assert any(problem.startswith("weights after 2 steps") for problem in row.problems), (
+        row,
+        rounding,
+    )

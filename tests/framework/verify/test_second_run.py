@@ -1,4 +1,6 @@
-"""A second run of a layout: what it says with a stop and a resume in the middle, and without one."""
+"""A second run of a layout: what it says with a stop and a resume in the middle,
+and without one.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,36 @@ import pytest
 import torch
 
 from meshwright.verify import compare
-from meshwright.verify.compare import TOLERANCES
 from meshwright.verify.distance import is_beyond, relative
 from meshwright.verify.reference import RunNumbers
+from meshwright.verify.tolerance import TOLERANCES
 
 
 def numbers(steps: int, **changed: Any) -> RunNumbers:
     passes = steps + (1 if steps == 1 else 2)
-    every: dict[str, Any] = {name: {"w": torch.ones(2)} for name in ("initial", "gradients", "weights", "stepped")}
-    every |= {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "rates": [0.1] * steps, "scales": [1.0] * steps}
+    every: dict[str, Any] = {
+        name: {"w": torch.ones(2)} for name in ("initial", "gradients", "weights", "stepped")
+    }
+    every |= {
+        "losses": [2.0] * steps,
+        "grad_norms": [1.0] * steps,
+        "rates": [0.1] * steps,
+        "scales": [1.0] * steps,
+    }
     every |= {"tokens": [{0: 1}] * passes, "masters": {}, "validation": [3.0] * (passes - steps)}
     return RunNumbers(**(every | {"metrics": [{}] * passes} | changed))
+
+
+ORDER = "the order of sums: two runs differ"
 
 
 @pytest.mark.parametrize(
     ("steps", "resumed_after", "loss_of", "said", "points_to"),
     [
-        (1, 0, 1, "a second run of the layout has another loss from step 1 on", "the order of sums: two runs differ"),
-        (4, 0, 4, "a second run of the layout has another loss from step 4 on", "the order of sums: two runs differ"),
-        (4, 2, 1, "a second run of the layout, resumed after step 2, has", "the order of sums: two runs differ"),
-        (4, 2, 3, "a second run of the layout, resumed after step 2, has", "the resume, or the order of sums"),
+        (1, 0, 1, "has another loss from step 1 on", ORDER),
+        (4, 0, 4, "has another loss from step 4 on", ORDER),
+        (4, 2, 1, "resumed after step 2", ORDER),
+        (4, 2, 3, "resumed after step 2", "the resume, or the order of sums"),
     ],
 )
 def test_a_resume_is_named_only_if_there_was_one(
@@ -38,10 +50,12 @@ def test_a_resume_is_named_only_if_there_was_one(
     again = numbers(steps, losses=losses, resumed_after=resumed_after)
     row = compare("dp2", first, again, first, TOLERANCES["float64"])
     (problem,) = row.problems
-    assert problem.startswith(said) and row.suspect.startswith(points_to) and row.repeats is False
+    assert said in problem and row.suspect.startswith(points_to) and row.repeats is False
 
 
-@pytest.mark.parametrize("pair", [(1.0, float("inf")), (float("inf"), 1.0), (float("nan"), 1.0), (float("nan"),) * 2])
+@pytest.mark.parametrize(
+    "pair", [(1.0, float("inf")), (float("inf"), 1.0), (float("nan"), 1.0), (float("nan"),) * 2]
+)
 def test_no_number_is_near_infinity_or_nan(pair: tuple[float, float]) -> None:
     assert relative(*pair) == float("inf") and is_beyond(*pair, 1e9)
 

@@ -1,6 +1,8 @@
-"""Faults built into the real code of the ranks, and the default layouts of the demo: which one sees each.
+"""Faults built into the real code of the ranks, and the default layouts of the demo:
+which one sees each.
 
-`make test` runs the faults that a choice of layouts without the pair table missed, `make torture` all.
+`make test` runs the faults that a choice of layouts without the pair table missed, `make torture`
+all.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ import meshwright.data_parallel.replica
 import meshwright.step
 import meshwright.verify.rank
 from meshwright.config import RunConfig, batch_numbers, load
+from meshwright.config.combinations.features import Traits
+from meshwright.current import CurrentMicrobatch
 from meshwright.data_parallel.buckets import Bucket
-from meshwright.data_parallel.fully_sharded import FullyShardedStage
+from meshwright.data_parallel.fully_sharded import FullyShardedReplica
 from meshwright.data_parallel.offload import OffloadedBucket
-from meshwright.data_parallel.replica import StageReplica
+from meshwright.data_parallel.replica import BucketReplica
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.mesh.comm import CollectiveHandle, Group
-from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.parts import StepFeed
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.parts import Parts, StepFeed
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
-from meshwright.seeding import Draw, SeededDropout
+from meshwright.seeding import SeededDropout
 from meshwright.verify import (
     Layout,
     compare,
@@ -44,26 +48,27 @@ from meshwright.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.verify.compare import tolerance_of
-from meshwright.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from meshwright.verify.rank import merge, open_verify_source
 from meshwright.verify.reference import RunNumbers, run_reference
 from meshwright.verify.run import Rounding, rounding_of
-from meshwright.verify.traits import Traits
+from meshwright.verify.tolerance import tolerance_of
 from meshwright_launch.pool import RankPool
-from tests.framework.verify import test_context as of_context
 from tests.framework.verify import test_traps as traps
+from tests.support.marks import marked_rows
+from tests.support.run import nothing, run_broken
 
 STEPS, GLOBAL_BATCH = 2, 8
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
-# ------------------------------------------------------------------------------------------------------------ dropout
+# ------------------------------------------------------------------------------------------------------------
+# dropout
 
 
 def dropout_without_the_dp_rank(patch: pytest.MonkeyPatch) -> None:
     """A stage that does not read its samples numbers them as the first replica does."""
 
     def sample_indices(feed: StepFeed, m: int) -> Tensor:
-        size, _, _ = batch_numbers(feed.parts.config)
+        size, _, _ = batch_numbers(feed.parts.config.batch)
         return torch.arange(feed.samples_seen + m * size, feed.samples_seen + (m + 1) * size)
 
     patch.setattr(StepFeed, "sample_indices", sample_indices)
@@ -80,7 +85,7 @@ def recomputed_with_other_masks(patch: pytest.MonkeyPatch) -> None:
     as_it_was = RecomputeContext._restored
 
     @contextmanager
-    def shifted(again: RecomputeContext, then: Draw) -> Iterator[None]:
+    def shifted(again: RecomputeContext, then: CurrentMicrobatch) -> Iterator[None]:
         with as_it_was(again, replace(then, sample_indices=then.sample_indices + 1)):
             yield
 
@@ -101,10 +106,11 @@ def dropout_of_the_first_heads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SeededDropout, "mask", unsharded)
 
 
-# ----------------------------------------------------------------------------------------------- sums over the axes
+# -----------------------------------------------------------------------------------------------
+# sums over the axes
 
 
-def wait_only(buckets: Sequence[ShardedParameters], tp: Group) -> None:
+def wait_only(buckets: Sequence[ShardedParameters]) -> None:
     """Wait for the reductions in flight, and leave out the sums over tp."""
     for bucket in buckets:
         bucket.wait()
@@ -112,12 +118,12 @@ def wait_only(buckets: Sequence[ShardedParameters], tp: Group) -> None:
 
 def zero3_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-3: gradients of what tp replicates stay those of a rank's own tokens."""
-    patch.setattr(meshwright.data_parallel.fully_sharded, "sum_over_tp", wait_only)
+    patch.setattr(meshwright.data_parallel.fully_sharded, "sum_partial", wait_only)
 
 
 def replicas_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """The same for ZeRO-0 to 2."""
-    patch.setattr(meshwright.data_parallel.replica, "sum_over_tp", wait_only)
+    patch.setattr(meshwright.data_parallel.replica, "sum_partial", wait_only)
 
 
 def silence(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -142,16 +148,17 @@ def ties_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 def one_stage_of_a_rank_not_reduced(patch: pytest.MonkeyPatch) -> None:
     """Of several stages of a rank only the first is summed over the replicas."""
-    build = meshwright.build._replica
+    build = meshwright.verify.rank.build
 
-    def build_one(blueprint: Any, stage: int, *more: Any) -> Any:
-        layers, replica = build(blueprint, stage, *more)
-        if stage >= blueprint.grid.pp and isinstance(replica, StageReplica):
-            for bucket in replica.buckets:
-                bucket.reduce = lambda *, last=True, bucket=bucket: _keep_own(bucket)  # type: ignore[method-assign]
-        return layers, replica
+    def build_one(*args: Any) -> Parts:
+        parts = build(*args)
+        for stage, replica in parts.replicas.items():
+            if stage >= parts.mesh.grid.pp and isinstance(replica, BucketReplica):
+                for bucket in replica.buckets:
+                    bucket.reduce = lambda *, last=True, bucket=bucket: _keep_own(bucket)  # type: ignore[method-assign]
+        return parts
 
-    patch.setattr(meshwright.build, "_replica", build_one)
+    patch.setattr(meshwright.verify.rank, "build", build_one)
 
 
 def _keep_own(bucket: Bucket) -> None:
@@ -173,23 +180,23 @@ def zero2_keeps_the_last_sum(patch: pytest.MonkeyPatch) -> None:
 
 def zero3_scaled_by_shards(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-3: torch's own mean over the shards instead of the sum."""
-    finish = FullyShardedStage.finish_reduce
+    finish = FullyShardedReplica.finish_reduction
 
-    def scaled(stage: FullyShardedStage) -> None:
+    def scaled(stage: FullyShardedReplica) -> None:
         finish(stage)
         for bucket in stage.buckets:
-            bucket.shard_gradient.div_(bucket.sharding.shard.size)
+            bucket.shard_gradient.div_(bucket.holders.shard_group.size)
 
-    patch.setattr(FullyShardedStage, "finish_reduce", scaled)
+    patch.setattr(FullyShardedReplica, "finish_reduction", scaled)
 
 
-# -------------------------------------------------------------------------------------------- optimizer, norm, weights
+# --------------------------------------------------------------------------------------------
+# optimizer, norm, weights
 
 
 def norm_counts_every_shard_group(patch: pytest.MonkeyPatch) -> None:
     """shard_factor < dp: each group of replicas counts its copy of the shards."""
-    shard = meshwright.build.OptimizerShard
-    patch.setattr(meshwright.build, "OptimizerShard", lambda **fields: shard(**fields)._replace(is_counted=True))
+    patch.setattr(OptimizerShard, "is_counted", True)
 
 
 def not_clipped(patch: pytest.MonkeyPatch) -> None:
@@ -232,12 +239,15 @@ def stale_weights(patch: pytest.MonkeyPatch) -> None:
     def gather(bucket: Bucket) -> None:
         start, stop = bucket.shard_range
         if bucket.is_sharded:
-            bucket.pending = bucket.sharding.shard.all_gather(bucket.flat, bucket.flat[start:stop].clone())
+            bucket.pending = bucket.holders.shard_group.all_gather(
+                bucket.flat, bucket.flat[start:stop].clone()
+            )
 
     patch.setattr(Bucket, "gather", gather)
 
 
-# ----------------------------------------------------------------------------------------------- validation, schedule
+# -----------------------------------------------------------------------------------------------
+# validation, schedule
 
 
 def validated_in_train_mode(patch: pytest.MonkeyPatch) -> None:
@@ -269,7 +279,8 @@ def validated_on_one_replica(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "validate", own)
 
 
-# --------------------------------------------------------------------------------------------------------- the table
+# ---------------------------------------------------------------------------------------------------------
+# the table
 
 
 class Fault(NamedTuple):
@@ -284,68 +295,38 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(dropout_without_the_dp_rank, "dp2,pp2,tp1,zb_v,zero0,mbs1", is_quick=True),
-    Fault(zero3_not_summed_over_tp, "dp2,pp2,tp2,interleaved_1f1b,zero3,sequence,full,mbs1", is_quick=True),
+    Fault(
+        zero3_not_summed_over_tp,
+        "dp2,pp2,tp2,interleaved_1f1b,zero3,sequence,full,mbs1",
+        is_quick=True,
+    ),
     Fault(recomputed_with_other_masks, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1", is_quick=True),
-    Fault(recomputed_with_other_masks, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
-    Fault(recomputed_with_other_masks, "dp2,pp2,tp2,interleaved_1f1b,zero3,sequence,full,mbs1"),
     Fault(traps.padding_in_the_loss, "dp2,pp2,tp2,1f1b,zero1,mbs2", is_quick=True),
-    Fault(traps.padding_in_the_loss, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
     Fault(dropout_without_the_micro_batch, "dp1,pp4,tp1,1f1b,zero1,mbs2"),
     Fault(dropout_of_the_first_heads, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.dropout_by_tp_rank, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.dropout_repeats, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(traps.recomputed_with_the_masks_of_now, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
     Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero1,sequence,mbs1"),
-    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero2,sequence,selective,mbs1"),
-    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,zb_h2,zero0,sequence,selective,mbs1"),
-    Fault(traps.row_biases_not_summed_over_tp, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
-    Fault(of_context.loss_times_cp, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
-    Fault(of_context.places_from_the_local_length, "dp2,pp2,tp1,cp2,v_half,zero1,full,shard2,mbs1"),
-    Fault(of_context.dropout_by_local_place, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
-    Fault(of_context.keys_without_the_gradients_of_others, "dp2,pp2,tp1,cp2,v_half,zero1,full,shard2,mbs1"),
-    Fault(of_context.keys_in_the_order_of_the_ranks, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
-    Fault(of_context.labels_rolled_over_the_cut, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
-    Fault(of_context.dropout_by_local_head, "dp2,pp2,tp1,cp2,zb_h1,zero2,heads,full,shard2,step,offload,mbs2"),
     Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,v_half,zero1,full,shard2,mbs1"),
-    Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
     Fault(ties_not_summed, "dp1,pp4,tp1,1f1b,zero1,mbs2"),
-    Fault(ties_not_summed, "dp2,pp2,tp1,zb_v,zero0,mbs1"),
-    Fault(ties_not_summed, "dp2,pp2,tp1,zb_v,zero3,mbs1"),
     Fault(one_stage_of_a_rank_not_reduced, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
-    Fault(one_stage_of_a_rank_not_reduced, "dp2,pp2,tp1,cp2,v_half,zero1,full,shard2,mbs1"),
     Fault(zero2_keeps_the_last_sum, "dp2,pp2,tp1,1f1b,zero2,mbs1"),
     Fault(zero3_scaled_by_shards, "dp2,pp2,tp1,zb_v,zero3,mbs1"),
-    Fault(traps.reduced_per_microbatch, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.only_the_last_microbatch, "dp2,pp2,tp1,cp2,v_half,zero1,full,shard2,mbs1"),
-    Fault(traps.weight_gradients_forgotten, "dp2,pp2,tp1,zb_h1,zero1,mbs1"),
-    Fault(traps.weight_gradients_forgotten, "dp2,pp2,tp1,zb_v,zero0,mbs1"),
-    Fault(traps.mean_per_microbatch, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(traps.norm_counts_tp_times, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.norm_counts_ties_twice, "dp1,pp4,tp1,1f1b,zero1,mbs2"),
-    Fault(traps.norm_misses_a_stage, "dp1,pp4,tp1,1f1b,zero1,mbs2"),
     Fault(norm_counts_every_shard_group, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
     Fault(not_clipped, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(offload_not_copied_back, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
-    Fault(traps.everything_decays, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(traps.weights_not_gathered, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
-    Fault(traps.learning_rate_of_the_next_step, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(traps.cursor_moves_too_far, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(traps.replicas_see_the_same_samples, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
+    Fault(
+        offload_not_copied_back, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"
+    ),
     Fault(validated_in_train_mode, "dp2,pp2,tp1,v_min,zero0,offload,mbs1", is_quick=True),
     Fault(left_in_eval_mode, "dp2,pp2,tp1,gpipe,zero3,mbs1"),
     Fault(validated_on_one_replica, "dp2,pp2,tp1,v_min,zero0,offload,mbs1"),
-    Fault(stepped_without_master_weights, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1", "bfloat16", is_quick=True),
+    Fault(
+        stepped_without_master_weights,
+        "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1",
+        "bfloat16",
+        is_quick=True,
+    ),
     Fault(gradients_summed_in_bfloat16, "dp2,pp2,tp1,zb_h1,zero1,mbs1", "bfloat16"),
-    Fault(traps.accumulated_in_bfloat16, "dp2,pp2,tp1,zb_h1,zero1,mbs1", "bfloat16"),
     Fault(stale_weights, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1", "bfloat16"),
 ]
-
-
-def nothing(patch: pytest.MonkeyPatch) -> None:
-    """The framework as it is."""
-
-
-BREAKS = {fault.broken.__name__: fault.broken for fault in (*FAULTS, Fault(nothing, ""))}
 
 
 class Demo(NamedTuple):
@@ -367,7 +348,7 @@ def demo() -> Demo:
 
 @functools.cache
 def expected(dtype: str) -> RunNumbers:
-    """The plain run."""
+    """Return the plain run."""
     plain = layout_config(demo().config, Layout(), GLOBAL_BATCH, dtype)
     return run_reference(plain, open_verify_source(plain, True), STEPS, DTYPES[dtype])
 
@@ -379,17 +360,10 @@ def rounding() -> Rounding:
     return rounding_of(expected("float64"), plain, open_verify_source(plain, True), STEPS, (1, 2))
 
 
-def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
-    """One rank in a framework with one fault."""
-    with pytest.MonkeyPatch.context() as patch:
-        BREAKS[broken](patch)
-        return run_layout(rank, world_size, config_json, steps, True)
-
-
 def told_by(fault: Fault, layout: Layout, pool: RankPool) -> list[str]:
     """Return the problems that verify finds in a layout with a fault."""
     text = layout_config(demo().config, layout, GLOBAL_BATCH, fault.dtype).model_dump_json()
-    found = merge(pool.run(run_broken, layout.size, fault.broken.__name__, text, STEPS))
+    found = merge(pool.run(run_broken, layout.size, fault.broken, text, STEPS))
     own: tuple[dict[str, float] | None, dict[str, float]] = rounding().weights, rounding().noise
     if fault.dtype == "bfloat16":
         own = None, {"embedding.tokens.weight": 1.0}
@@ -397,14 +371,27 @@ def told_by(fault: Fault, layout: Layout, pool: RankPool) -> list[str]:
     return compare(str(layout), found, None, expected(fault.dtype), tolerance, *own).problems
 
 
+@pytest.mark.long
 def test_each_layout_that_sees_a_fault_is_a_default() -> None:
     layouts = {str(layout) for layout in demo().layouts}
     assert {fault.layout for fault in FAULTS} <= layouts
 
 
+@marked_rows(
+    "all_layouts",
+    "dropout_without_the_dp_rank-dp2,pp2,tp1,zb_v,zero0,mbs1-float64",
+    "zero3_not_summed_over_tp-dp2,pp2,tp2,interleaved_1f1b,zero3,sequence,full,mbs1-float64",
+    "recomputed_with_other_masks-dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1-float64",
+    "padding_in_the_loss-dp2,pp2,tp2,1f1b,zero1,mbs2-float64",
+    "stepped_without_master_weights-dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1-bfloat16",
+)
+@marked_rows("long", "validated_in_train_mode-dp2,pp2,tp1,v_min,zero0,offload,mbs1-float64")
 @pytest.mark.parametrize(
     "fault",
-    [fault if fault.is_quick else pytest.param(fault, marks=pytest.mark.torture) for fault in FAULTS],
+    [
+        fault if fault.is_quick else pytest.param(fault, marks=pytest.mark.torture)
+        for fault in FAULTS
+    ],
     ids=lambda fault: f"{fault.broken.__name__}-{fault.layout}-{fault.dtype}",
 )
 def test_a_default_layout_sees_the_fault(fault: Fault, pool: RankPool) -> None:

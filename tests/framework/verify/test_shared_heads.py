@@ -1,4 +1,6 @@
-"""More tp ranks than key-value heads: the numbers of one process in any layout, and faults that could hide there."""
+"""More tp ranks than key-value heads: the numbers of one process in any layout,
+and faults that could hide there.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +12,48 @@ import torch
 from torch import Tensor
 
 import meshwright.build
-import meshwright.tensor_parallel.plan
 import meshwright.tensor_parallel.shared_units
 from meshwright.config import RunConfig
+from meshwright.data_parallel.sharding import StageParameter
+from meshwright.mesh.holders import Holders
 from meshwright.optimizer.flat import OptimizerShard
-from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.shared_units import _CopiedParts, _exchange
 from meshwright.verify import compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
 from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
-from tests.framework.verify.cases import LATER, VOCAB_SIZE, References, config_of, prove
+from tests.framework.verify.cases import (
+    LATER,
+    VOCAB_SIZE,
+    References,
+    assert_agrees,
+    config_of,
+    prove,
+)
+from tests.support.marks import long_row, marked_rows
 
 
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the rows of this module."""
-    return References()
-
-
-def few_heads(num_kv_heads: int, layout: str, optimizer: dict[str, Any] | None = None, **options: Any) -> RunConfig:
+def few_heads(
+    num_kv_heads: int, layout: str, optimizer: dict[str, Any] | None = None, **options: Any
+) -> RunConfig:
     """Eight query heads on one or two key-value heads, and as many blocks of gate and up rows."""
     num_layers = max(2, parse_layout(layout).num_stages - 3)
-    sizes = {"vocab_size": VOCAB_SIZE, "num_layers": num_layers, "max_sequence_length": 8, "hidden_size": 16}
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "num_layers": num_layers,
+        "max_sequence_length": 8,
+        "hidden_size": 16,
+    }
     heads = {"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": 8, "ffn_size": 64}
     own = {"optimizer": {"warmup_steps": 2, **(optimizer or {})}}
     return config_of("meshwright_models.llama:build", sizes | heads | options, 8, **own)
 
 
 DROPS, NORMS = {"dropout": 0.1, "qkv_bias": True}, {"qk_norm": True, "mlp_bias": True}
-MUON, BLOCKS = {"optimizer": {"name": "muon"}}, {"optimizer": {"name": "adamw8bit", "block_size": 8}}
+MUON, BLOCKS = (
+    {"optimizer": {"name": "muon"}},
+    {"optimizer": {"name": "adamw8bit", "block_size": 8}},
+)
 ROUNDED = {"optimizer": {"state_dtype": "bfloat16"}}
 CASES = [
     (2, "tp4,sequence", DROPS | NORMS),
@@ -69,40 +83,58 @@ MORE: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+@marked_rows("all_layouts", "2-tp4,sequence-options0", "1-dp2,tp2,zero3-options2")
 @pytest.mark.parametrize(("heads", "layout", "options"), [*CASES, *(LATER(*case) for case in MORE)])
 def test_the_layout_gives_the_numbers_of_one_process(
     heads: int, layout: str, options: dict[str, Any], pool: RankPool, references: References
 ) -> None:
     config, chosen = few_heads(heads, layout, **options), parse_layout(layout)
     global_batch = 4 * chosen.dp * chosen.micro_batch_size
-    row = prove(config, chosen, pool, references, global_batch=global_batch, steps=2, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(config, chosen, pool, references, global_batch=global_batch, steps=2)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [LATER(1, "float32"), LATER(2, "bfloat16")])
-def test_in_fewer_bits_too_and_twice_alike(heads: int, dtype: str, pool: RankPool, references: References) -> None:
+def test_in_fewer_bits_too_and_twice_alike(
+    heads: int, dtype: str, pool: RankPool, references: References
+) -> None:
     config, layout = few_heads(heads, "tp4,sequence", **DROPS), parse_layout("tp4,sequence")
     assert prove(config, layout, pool, references, global_batch=4, steps=3, dtype=dtype).passed
 
 
-ADAPTER = {"rank": 3, "alpha": 8.0, "targets": ["block*.attention.*", "block*.mlp.*"], "dropout": 0.1}
+ADAPTER = {
+    "rank": 3,
+    "alpha": 8.0,
+    "targets": ["block*.attention.*", "block*.mlp.*"],
+    "dropout": 0.1,
+}
 
 
-@pytest.mark.parametrize(("heads", "layout"), [(1, "tp2,sequence"), LATER(2, "dp2,tp4,zero3")])
-def test_adapters_beside_them(heads: int, layout: str, pool: RankPool, references: References) -> None:
+@pytest.mark.parametrize(
+    ("heads", "layout"), [long_row(1, "tp2,sequence"), LATER(2, "dp2,tp4,zero3")]
+)
+def test_adapters_beside_them(
+    heads: int, layout: str, pool: RankPool, references: References
+) -> None:
     config, chosen = few_heads(heads, layout).replace(adapter=ADAPTER), parse_layout(layout)
-    row = prove(config, chosen, pool, references, global_batch=4 * chosen.dp, steps=2, twice=False)
-    assert row.passed, "\n".join(row.problems)
+    assert_agrees(config, chosen, pool, references, global_batch=4 * chosen.dp, steps=2)
 
 
-# --------------------------------------------------------------------------------------------------------------- traps
+# ---------------------------------------------------------------------------------------------------------------
+# traps
 
 
 def not_summed(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Each sharer keeps the gradient that its own query heads give to its share of the keys and values."""
+    """Each sharer keeps the gradient that its own query heads give to its share
+    of the keys and values.
+    """
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        parts = gradient[..., ctx.own :].reshape(*gradient.shape[:-1], *ctx.parts).movedim(-2, 0).flatten(-2)
+        parts = (
+            gradient[..., ctx.own :]
+            .reshape(*gradient.shape[:-1], *ctx.parts)
+            .movedim(-2, 0)
+            .flatten(-2)
+        )
         share = parts[ctx.group.rank % len(parts)]
         return torch.cat((gradient[..., : ctx.own], share), dim=-1), None, None, None, None
 
@@ -112,26 +144,36 @@ def not_summed(patch: pytest.MonkeyPatch, rank: int) -> None:
 def summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
     """The weights' gradients are summed over tp besides, as those of copies would be."""
 
-    def made(name: str, shape: tuple[int, ...], part: Any = None, partial_sum: bool = False) -> ParameterInfo:
-        return ParameterInfo(name, shape, part, partial_sum or (name.endswith("qkv.weight") and part is not None))
+    stage_members = meshwright.build.stage_members
 
-    patch.setattr(meshwright.tensor_parallel.plan, "ParameterInfo", made)
+    def also_over_tp(member: StageParameter) -> StageParameter:
+        holders = member.holders
+        if holders.slices.size == 1 or not member.info.name.endswith("qkv.weight"):
+            return member
+        return member._replace(holders=holders._replace(partial_over=(holders.slices,)))
+
+    def summed(*arguments: Any, **more: Any) -> list[StageParameter]:
+        return [also_over_tp(member) for member in stage_members(*arguments, **more)]
+
+    patch.setattr(meshwright.build, "stage_members", summed)
 
 
 def norm_of_one_sharer(patch: pytest.MonkeyPatch, rank: int) -> None:
     """One rank of each unit counts its part in the gradient norm, as if the others had copies."""
-    make = meshwright.build.OptimizerShard
+    is_counted = Holders.is_counted.fget
+    assert is_counted is not None
 
-    def counted(**fields: Any) -> OptimizerShard:
-        shard = make(**fields)
-        return shard._replace(is_counted=shard.is_counted and rank % 2 == 0)
+    def one_counts(shard: OptimizerShard) -> bool:
+        return is_counted(shard.layout.holders) and rank % 2 == 0
 
-    patch.setattr(meshwright.build, "OptimizerShard", counted)
+    patch.setattr(OptimizerShard, "is_counted", property(one_counts))
 
 
 def shares_of_others_first(patch: pytest.MonkeyPatch, rank: int) -> None:
     """The shares arrive in another order than they lie in a head."""
-    patch.setattr(meshwright.tensor_parallel.shared_units, "_exchange", lambda *args: _exchange(*args).flip(0))
+    patch.setattr(
+        meshwright.tensor_parallel.shared_units, "_exchange", lambda *args: _exchange(*args).flip(0)
+    )
 
 
 def nothing(patch: pytest.MonkeyPatch, rank: int) -> None:
@@ -147,7 +189,10 @@ class Trap(NamedTuple):
 
 QKV = "block0.attention.qkv.weight"
 TRAPS = [
-    Trap(not_summed, "gradients of step 1 differ in 9 of 15 parameters, first embedding.tokens.weight"),
+    Trap(
+        not_summed,
+        "gradients of step 1 differ in 9 of 15 parameters, first embedding.tokens.weight",
+    ),
     Trap(summed_twice, f"gradients of step 1 differ in 2 of 15 parameters, first {QKV}"),
     Trap(norm_of_one_sharer, "gradient norm of step 1"),
     Trap(shares_of_others_first, "loss of step 1 is"),
@@ -156,7 +201,7 @@ BREAKS = {trap.broken.__name__: trap.broken for trap in (*TRAPS, Trap(nothing, "
 
 
 def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> RankFindings:
-    """One rank in a framework with one fault."""
+    """Run one rank in a framework with one fault."""
     with pytest.MonkeyPatch.context() as patch:
         BREAKS[broken](patch, rank)
         return run_layout(rank, world_size, config_json, 1, True)
@@ -170,6 +215,7 @@ def problems_of(trap: Trap, pool: RankPool, references: References) -> list[str]
     return compare("tp2", found, None, expected.findings, TOLERANCES["float64"]).problems
 
 
+@marked_rows("all_layouts", "not_summed")
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.broken.__name__)
 def test_the_fault_is_seen_and_named(trap: Trap, pool: RankPool, references: References) -> None:
     problems = problems_of(trap, pool, references)

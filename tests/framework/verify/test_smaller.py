@@ -1,4 +1,6 @@
-"""The model that verify trains by default: small, with the structure of the configured one, accepted by its builder."""
+"""The model that verify trains by default: small, with the structure of the configured one,
+accepted by its builder.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,17 @@ import pytest
 from meshwright.config import RunConfig, load
 from meshwright.model.build import build_model
 from meshwright.verify import make_small, shrink
+from tests.support.marks import marked_rows
 
 ROOT = Path(__file__).parents[3]
-LLAMA = {"vocab_size": 512, "hidden_size": 256, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 64}
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_layers": 2,
+    "num_heads": 8,
+    "num_kv_heads": 8,
+    "ffn_size": 64,
+}
 MOE = {"num_experts": 64, "top_k": 4}
 
 
@@ -20,7 +30,11 @@ def small(config: RunConfig) -> tuple[dict[str, Any], int, list[str]]:
     """The options, the number of parameters and the notes of the model that verify trains."""
     prepared = make_small(config, 32)
     built = build_model(prepared.config.model.builder, prepared.config.model.options, 0)
-    return prepared.config.model.options, sum(each.numel() for each in built.layers.parameters()), prepared.notes
+    return (
+        prepared.config.model.options,
+        sum(each.numel() for each in built.layers.parameters()),
+        prepared.notes,
+    )
 
 
 def with_options(**more: Any) -> RunConfig:
@@ -29,7 +43,10 @@ def with_options(**more: Any) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)
+@marked_rows("all_layouts", "deepseek-v3", "qwen3-30b-a3b", "t5-demo")
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
+)
 def test_every_published_configuration_becomes_small(path: Any) -> None:
     options, num_parameters, _ = small(load(str(path), []))
     assert num_parameters < 2e6
@@ -37,10 +54,17 @@ def test_every_published_configuration_becomes_small(path: Any) -> None:
 
 
 def test_deepseek_keeps_its_structure() -> None:
-    """Groups of experts, a dense block before them, a shared network, latent attention, a further prediction."""
+    """Groups of experts, a dense block before them, a shared network, latent attention,
+    a further prediction.
+    """
     options, _, (note,) = small(load(str(ROOT / "configs/deepseek-v3.toml"), []))
     moe, mla = options["moe"], options["mla"]
-    assert (moe["num_experts"], moe["top_k"], moe["num_groups"], moe["groups_per_token"]) == (16, 2, 8, 4)
+    assert (moe["num_experts"], moe["top_k"], moe["num_groups"], moe["groups_per_token"]) == (
+        16,
+        2,
+        8,
+        4,
+    )
     assert moe["first_dense"] == 1 and options["num_layers"] == 4 and options["mtp_layers"] == 1
     assert 0 < moe["expert_ffn_size"] < options["ffn_size"] and moe["shared_ffn_size"] > 0
     assert (mla["nope_dim"], mla["rope_dim"], mla["v_dim"]) == (8, 4, 8)
@@ -56,10 +80,21 @@ def test_deepseek_keeps_its_structure() -> None:
         ({"num_experts": 64, "top_k": 32}, (12, 6)),
         ({"num_experts": 66, "top_k": 6, "num_groups": 3, "groups_per_token": 1}, (12, 2)),
         ({"num_experts": 160, "top_k": 6, "num_groups": 20, "groups_per_token": 3}, (40, 2)),
-        ({"num_experts": 20, "top_k": 6, "num_groups": 20, "groups_per_token": 6, "group_score": "max"}, (20, 6)),
+        (
+            {
+                "num_experts": 20,
+                "top_k": 6,
+                "num_groups": 20,
+                "groups_per_token": 6,
+                "group_score": "max",
+            },
+            (20, 6),
+        ),
     ],
 )
-def test_experts_stay_a_multiple_of_their_groups(moe: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_experts_stay_a_multiple_of_their_groups(
+    moe: dict[str, Any], expected: tuple[int, int]
+) -> None:
     options, _, _ = small(with_options(moe=moe))
     assert (options["moe"]["num_experts"], options["moe"]["top_k"]) == expected
 

@@ -8,18 +8,12 @@ import pytest
 
 from meshwright.mesh.turns import Save, Turns
 from meshwright.verify import compare, layout_config, parse_layout
-from meshwright.verify.compare import TOLERANCES
 from meshwright.verify.rank import RankFindings, merge, run_layout
+from meshwright.verify.tolerance import TOLERANCES
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import LATER, References, prove
 from tests.framework.verify.test_expert_parallel import model
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Shared by the rows of this module."""
-    return References()
-
+from tests.support.marks import marked_rows
 
 LAYOUTS = [
     ("mixtral", "dp2,pp2,ep2,dualpipe_v,full"),
@@ -34,11 +28,20 @@ LAYOUTS = [
 ]
 
 
+@marked_rows("all_layouts", "mixtral-dp2,pp2,tp2,ep4,sequence,dualpipe_v")
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_layouts_agree(name: str, layout: str, pool: RankPool, references: References) -> None:
     parsed = parse_layout(layout)
     config = model(name, 2 * parsed.pp)
-    row = prove(config, parsed, pool, references, global_batch=(2 * parsed.pp + 1) * parsed.dp, steps=2, twice=False)
+    row = prove(
+        config,
+        parsed,
+        pool,
+        references,
+        global_batch=(2 * parsed.pp + 1) * parsed.dp,
+        steps=2,
+        twice=False,
+    )
     assert row.problems == []
 
 
@@ -46,7 +49,9 @@ MISTAKEN = "dp2,pp2,ep2,dualpipe_v,full"
 
 
 def run_mistaken(rank: int, world_size: int, config_json: str) -> tuple[RankFindings, int]:
-    """Samples of the present micro-batch, which dropouts read, stay as the other computation has left them."""
+    """Samples of the present micro-batch, which dropouts read,
+    stay as the other computation has left them.
+    """
     pauses, pause, run = 0, Turns.pause, Turns.run
 
     def counted(turns: Turns) -> None:
@@ -54,7 +59,9 @@ def run_mistaken(rank: int, world_size: int, config_json: str) -> tuple[RankFind
         pauses += turns._num_left == 2
         pause(turns)
 
-    def forget(turns: Turns, first: Callable[[], None], second: Callable[[], None], save: Save) -> None:
+    def forget(
+        turns: Turns, first: Callable[[], None], second: Callable[[], None], save: Save
+    ) -> None:
         run(turns, first, second, lambda: lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -63,6 +70,7 @@ def run_mistaken(rank: int, world_size: int, config_json: str) -> tuple[RankFind
         return run_layout(rank, world_size, config_json, 1, True), pauses
 
 
+@pytest.mark.long
 def test_verify_sees_samples_that_are_mixed_up(pool: RankPool, references: References) -> None:
     config, layout = model("mixtral", 4), parse_layout(MISTAKEN)
     expected = references.expected(config, 10, 1, "float64")

@@ -53,7 +53,7 @@ def with_running_buffers(vocab_size: int = VOCAB_SIZE, width: int = 8) -> nn.Seq
 
 
 def double(x: Tensor) -> Tensor:
-    """The function that a test compiles."""
+    """Return the function that a test compiles."""
     return x * 2
 
 
@@ -71,14 +71,22 @@ class Doubling(nn.Module):
 def with_a_compiled_function(vocab_size: int = VOCAB_SIZE, width: int = 8) -> nn.Sequential:
     """Layers, one of which calls a function."""
     return nn.Sequential(
-        nn.Embedding(vocab_size, width), nn.Linear(width, width), Doubling(), nn.Linear(width, vocab_size)
+        nn.Embedding(vocab_size, width),
+        nn.Linear(width, width),
+        Doubling(),
+        nn.Linear(width, vocab_size),
     )
 
 
 def partly_frozen(vocab_size: int = VOCAB_SIZE) -> nn.Sequential:
     """GPT-2 whose first block is not trained."""
     model = meshwright_models.gpt2.build(
-        vocab_size=vocab_size, hidden_size=16, num_layers=3, num_heads=2, max_sequence_length=8, dropout=0.1
+        vocab_size=vocab_size,
+        hidden_size=16,
+        num_layers=3,
+        num_heads=2,
+        max_sequence_length=8,
+        dropout=0.1,
     )
     for name, parameter in model.named_parameters():
         if name.startswith("block0"):

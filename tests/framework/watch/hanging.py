@@ -17,7 +17,9 @@ from meshwright.mesh.comm import CollectiveHandle, Group
 
 LENGTH = 32
 BEGAN, ALONE = "began", "MESHWRIGHT_TEST_ALONE"
-"""A file in the current directory, the hang has begun; and a variable: this process is rank 0, and alone."""
+"""A file in the current directory, the hang has begun; and a variable: this process is rank 0,
+and alone.
+"""
 
 
 def _is_me(rank: int) -> bool:

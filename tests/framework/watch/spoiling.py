@@ -1,4 +1,6 @@
-"""One number of one rank made NaN, as a fault or a bad sample would; and what the ranks then say and hold."""
+"""One number of one rank made NaN, as a fault or a bad sample would;
+and what the ranks then say and hold.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ LIMIT_S = 240.0
 """For all ranks of one test, on a busy machine."""
 
 
-def config_for(layout: str, *, builder: str = "", dtype: str = "float32", steps: int = 10, **watch: Any) -> RunConfig:
-    """A tiny GPT-2 (or what ``builder`` builds) on random tokens, in buckets so small that there are several."""
+def config_for(
+    layout: str, *, builder: str = "", dtype: str = "float32", steps: int = 10, **watch: Any
+) -> RunConfig:
+    """Return a tiny GPT-2 (or what ``builder`` builds) on random tokens,
+    in buckets so small that there are several.
+    """
     laid_out = parse_layout(layout)
     options = {"vocab_size": VOCAB_SIZE}
-    config = config_of(builder, options, LENGTH) if builder else model_config("gpt2", size_for(laid_out))
+    config = (
+        config_of(builder, options, LENGTH) if builder else model_config("gpt2", size_for(laid_out))
+    )
     tree = layout_config(config, laid_out, GLOBAL_BATCH, dtype).model_dump()
     tree["parallel"]["bucket_bytes"] = 4096
     tree["train"]["steps"] = steps
@@ -55,11 +63,11 @@ class Spoil(NamedTuple):
 
 
 def opened(config_json: str) -> tuple[RunConfig, Mesh]:
-    """The configuration and its mesh."""
+    """Return the configuration and its mesh."""
     config = parse(config_json)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    return config, open_mesh(Grid(*parallel.degrees), "cpu")
+    return config, open_mesh(Grid.of(parallel.degrees), "cpu")
 
 
 def parts_for(config: RunConfig, mesh: Mesh) -> Parts:
@@ -98,7 +106,7 @@ def _spoil_output(parts: Parts, spec: Spoil) -> Callable[[], None]:
     left = [spec.times]
 
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        samples = parts.blueprint.model.draw.sample_indices
+        samples = parts.blueprint.model.current.sample_indices
         assert samples is not None
         rows = (samples % GLOBAL_BATCH == spec.sample).nonzero().flatten().tolist()
         if not rows or not left[0]:
@@ -109,7 +117,11 @@ def _spoil_output(parts: Parts, spec: Spoil) -> Callable[[], None]:
         return output
 
     modules = [dict(stage.layers.named_modules()) for stage in parts.executor.stages.values()]
-    return next(found[spec.name] for found in modules if spec.name in found).register_forward_hook(hook).remove
+    return (
+        next(found[spec.name] for found in modules if spec.name in found)
+        .register_forward_hook(hook)
+        .remove
+    )
 
 
 def _spoil_gradient(parts: Parts, spec: Spoil, parameter: Tensor) -> Callable[[], None]:
@@ -134,7 +146,7 @@ def _spoil_gradient(parts: Parts, spec: Spoil, parameter: Tensor) -> Callable[[]
 
 
 def held(parts: Parts) -> list[Tensor]:
-    """All that a step changes on this rank: weights, masters, moments, running buffers."""
+    """Return all that a step changes on this rank: weights, masters, moments, running buffers."""
     found = list(parts.running().values())
     index = 0
     for replica in parts.replicas.values():
@@ -151,11 +163,13 @@ def held(parts: Parts) -> list[Tensor]:
 def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     """NaN where NaN was, too."""
     pairs = zip(one, other, strict=True)
-    return all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairs)
+    return all(
+        torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairs
+    )
 
 
 def taken(parts: Parts) -> str | None:
-    """A step; the message of the error that it ended in."""
+    """Take a step; return the message of the error that it ended in."""
     try:
         take_step(parts)
     except NonFiniteError as error:
@@ -166,11 +180,15 @@ def taken(parts: Parts) -> str | None:
 def size_of(config: RunConfig) -> int:
     """Number of ranks."""
     assert isinstance(config.parallel.dp, int)
-    return Grid(*config.parallel.degrees).size
+    return Grid.of(config.parallel.degrees).size
 
 
-def messages_rank(rank: int, world_size: int, config_json: str, specs: list[Spoil]) -> list[tuple[str | None, bool]]:
-    """One step, then one with each of these spoilt: the message, and whether all was left as it was. One after all."""
+def messages_rank(
+    rank: int, world_size: int, config_json: str, specs: list[Spoil]
+) -> list[tuple[str | None, bool]]:
+    """Take one step, then one with each of these spoilt; return the message,
+    and whether all was left as it was. One after all.
+    """
     config, mesh = opened(config_json)
     parts = parts_for(config, mesh)
     assert taken(parts) is None
@@ -205,5 +223,5 @@ def quiet(text: str) -> None:
 
 
 def checkpoints_in(directory: Path) -> list[str]:
-    """The names of what was saved."""
+    """Return the names of what was saved."""
     return sorted(path.name for path in directory.glob("step-*"))

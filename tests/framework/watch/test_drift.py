@@ -1,4 +1,6 @@
-"""One bit flipped in one rank's copy of what others hold too: found at the next check, named, and nothing is saved."""
+"""One bit flipped in one rank's copy of what others hold too: found at the next check, named,
+and nothing is saved.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,21 @@ from meshwright.verify import layout_config, parse_layout
 from meshwright.watch.drift import WORDS, bits, check_drift, differing_pieces
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import Size, model_config
-from tests.framework.watch.spoiling import LIMIT_S, checkpoints_in, config_for, opened, parts_for, quiet, size_of
+from tests.framework.watch.spoiling import (
+    LIMIT_S,
+    checkpoints_in,
+    config_for,
+    opened,
+    parts_for,
+    quiet,
+    size_of,
+)
+from tests.support.marks import long_row, mark_all_rows_but
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
 )
 @pytest.mark.parametrize("size", [1, 7, 24])
 def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype, size: int) -> None:
@@ -46,14 +58,16 @@ def test_any_flipped_bit_changes_the_sum(dtype: torch.dtype, size: int) -> None:
 def test_which_ranks_are_to_blame() -> None:
     grid = Grid(pp=2, dp=2, tp=2)
     assert (
-        differing_pieces(grid, [[5], [4, 7, 6]]) == "rank 5 (pp1 dp0 tp1) is unlike the other 3 copies (ranks 4, 6-7)"
+        differing_pieces(grid, [[5], [4, 7, 6]])
+        == "rank 5 (pp1 dp0 tp1) is unlike the other 3 copies (ranks 4, 6-7)"
     )
     assert differing_pieces(grid, [[4, 6], [5], [7]]).startswith(
         "ranks 4, 6 (pp1 dp0-1 tp0) and rank 5 (pp1 dp0 tp1) and rank 7"
     )
-    assert differing_pieces(grid, [[7], [5]]) == (
-        "rank 5 (pp1 dp0 tp1) and rank 7 (pp1 dp1 tp1) hold different bits, and of 2 copies it is unknown which "
-        "one is wrong"
+    assert (
+        differing_pieces(grid, [[7], [5]])
+        == "rank 5 (pp1 dp0 tp1) and rank 7 (pp1 dp1 tp1) hold different bits, and of 2 copies it"
+        " is unknown which one is wrong"
     )
 
 
@@ -77,7 +91,9 @@ def find(parts: Parts, flip: Flip) -> Tensor:
             for place in bucket.slots:
                 if place.member.info.name == flip.name:
                     flat = {"weight": bucket.flat, "master": bucket.master}.get(flip.what)
-                    flat = read_states(parts.optimizer, index)[0][flip.what] if flat is None else flat
+                    flat = (
+                        read_states(parts.optimizer, index)[0][flip.what] if flat is None else flat
+                    )
                     return flat[place.start : place.stop]
             index += 1
     raise AssertionError(f"rank {parts.mesh.rank} does not hold {flip.name}")
@@ -91,7 +107,9 @@ def toggle(parts: Parts, flip: Flip) -> None:
 
 
 def flipped(rank: int, world_size: int, config_json: str, flips: list[Flip]) -> list[str | None]:
-    """After two steps: what a check says when all is sound, with each of the flips, and at the end again."""
+    """After two steps: what a check says when all is sound, with each of the flips,
+    and at the end again.
+    """
     config, mesh = opened(config_json)
     parts = parts_for(config, mesh)
 
@@ -120,158 +138,111 @@ def flipped(rank: int, world_size: int, config_json: str, flips: list[Flip]) -> 
 
 
 TIED = "embedding.tokens.weight"
-UNDECIDED = " hold different bits, and of 2 copies it is unknown which one is wrong"
+UP, NORM = "block0.mlp.up.weight", "norm.weight"
+BUILDERS = "tests.framework.watch.builders"
+OF_TWO = " hold different bits, and of 2 copies it is unknown which one is wrong"
+OF_FOUR = " is unlike the other 3 copies"
+
 CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
     (
-        "dp2,pp2,tp2,mbs2",
-        "float32",
-        "",
+        *("dp2,pp2,tp2,mbs2", "float32", ""),
         [
+            # column-parallel: its replicas alone hold the same
             (
-                Flip(6, "weight", "block1.mlp.up.weight"),  # column-parallel: its replicas alone
-                f"block1.mlp.up.weight differ after step 2: rank 4 (pp1 dp0 tp0) and rank 6 (pp1 dp1 tp0){UNDECIDED}",
+                Flip(6, "weight", "block1.mlp.up.weight"),
+                f"rank 4 (pp1 dp0 tp0) and rank 6 (pp1 dp1 tp0){OF_TWO}",
             ),
-            (
-                Flip(5, "weight", "norm.weight"),
-                "norm.weight differ after step 2: rank 5 (pp1 dp0 tp1) is unlike the other 3 copies (ranks 4, 6-7)",
-            ),
-            (
-                Flip(7, "weight", "block1.mlp.down.bias"),  # of a row-parallel linear
-                "block1.mlp.down.bias differ after step 2: rank 7 (pp1 dp1 tp1) is unlike the other 3 copies",
-            ),
-            (  # tp1's half, on both stages and replicas
-                Flip(3, "weight", TIED),
-                f"{TIED} differ after step 2: rank 3 (pp0 dp1 tp1) is unlike the other 3 copies (ranks 1, 5, 7)",
-            ),
+            (Flip(5, "weight", NORM), f"rank 5 (pp1 dp0 tp1){OF_FOUR} (ranks 4, 6-7)"),
+            # of a row-parallel linear
+            (Flip(7, "weight", "block1.mlp.down.bias"), f"rank 7 (pp1 dp1 tp1){OF_FOUR}"),
+            # tp1's half, on both stages and replicas
+            (Flip(3, "weight", TIED), f"rank 3 (pp0 dp1 tp1){OF_FOUR} (ranks 1, 5, 7)"),
         ],
     ),
     (
-        "dp2,pp2,mbs2,zero0,zb_h1",
-        "bfloat16",
-        "",
+        *("dp2,pp2,mbs2,zero0,zb_h1", "bfloat16", ""),
         [
             (
                 Flip(1, "exp_avg", "block0.attention.out.weight"),
-                "the moment exp_avg of block0.attention.out.weight differ after step 2: rank 0 (pp0 dp0 tp0) and "
-                f"rank 1 (pp0 dp1 tp0){UNDECIDED}",
+                f"rank 0 (pp0 dp0 tp0) and rank 1 (pp0 dp1 tp0){OF_TWO}",
             ),
-            (
-                Flip(2, "master", "norm.bias"),
-                "the master of norm.bias differ after step 2: rank 2 (pp1 dp0 tp0) and rank 3",
-            ),
-            (
-                Flip(0, "exp_avg", TIED),
-                f"the moment exp_avg of {TIED} differ after step 2: rank 0 (pp0 dp0 tp0) is unlike the other 3",
-            ),
+            (Flip(2, "master", "norm.bias"), "rank 2 (pp1 dp0 tp0) and rank 3"),
+            (Flip(0, "exp_avg", TIED), f"rank 0 (pp0 dp0 tp0){OF_FOUR}"),
         ],
     ),
     (
-        "dp4,zero2,shard2",
-        "bfloat16",
-        "",
+        *("dp4,zero2,shard2", "bfloat16", ""),
         [
-            (
-                Flip(1, "weight", "block0.mlp.up.weight"),
-                "block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) is unlike the other 3 copies",
-            ),
-            (  # half of it each: only rank 2 holds what rank 0 does
-                Flip(0, "exp_avg", "block0.mlp.up.weight"),
-                "the moment exp_avg of block0.mlp.up.weight differ after step 2: rank 0 (pp0 dp0 tp0) and "
-                f"rank 2 (pp0 dp2 tp0){UNDECIDED}",
-            ),
-            (
-                Flip(3, "master", "block0.mlp.up.weight"),
-                "the master of block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) and rank 3",
-            ),
+            (Flip(1, "weight", UP), f"rank 1 (pp0 dp1 tp0){OF_FOUR}"),
+            # half of it each: only rank 2 holds what rank 0 does
+            (Flip(0, "exp_avg", UP), f"rank 0 (pp0 dp0 tp0) and rank 2 (pp0 dp2 tp0){OF_TWO}"),
+            (Flip(3, "master", UP), "rank 1 (pp0 dp1 tp0) and rank 3"),
         ],
     ),
     (
-        "dp4,zero3,shard2",
-        "bfloat16",
-        "",
+        *("dp4,zero3,shard2", "bfloat16", ""),
         [
-            (
-                Flip(3, "master", "block0.mlp.up.weight"),
-                "block0.mlp.up.weight differ after step 2: rank 1 (pp0 dp1 tp0) and rank 3",
-            ),
-            (
-                Flip(0, "exp_avg", "block0.mlp.up.weight"),
-                "the moment exp_avg of block0.mlp.up.weight differ after step 2: rank 0 (pp0 dp0 tp0) and "
-                f"rank 2 (pp0 dp2 tp0){UNDECIDED}",
-            ),
+            # between steps the master weights are the weights
+            (Flip(3, "master", UP), "rank 1 (pp0 dp1 tp0) and rank 3"),
+            (Flip(0, "exp_avg", UP), f"rank 0 (pp0 dp0 tp0) and rank 2 (pp0 dp2 tp0){OF_TWO}"),
         ],
     ),
     (
-        "dp4,zero0",
-        "float64",
-        "tests.framework.watch.builders:partly_frozen",
+        *("dp4,zero0", "float64", f"{BUILDERS}:partly_frozen"),
+        [(Flip(2, "frozen", UP), f"rank 2 (pp0 dp2 tp0){OF_FOUR}")],
+    ),
+    (
+        *("tp2,pp2,mbs2,interleaved_1f1b,sequence", "float32", ""),
+        [(Flip(3, "exp_avg", NORM), f"rank 2 (pp1 dp0 tp0) and rank 3 (pp1 dp0 tp1){OF_TWO}")],
+    ),
+    (
+        # the first stage and the last are one rank's, and so are both copies of the tied weight
+        *("dp2,pp2,mbs2,zb_v", "float32", ""),
+        [(Flip(0, "weight", "embedding.positions.weight"), "rank 0 ")],
+    ),
+    (
+        *("dp2,cp2", "float32", ""),
+        [(Flip(3, "weight", NORM), f"rank 3 (pp0 dp1 cp1 tp0){OF_FOUR} (ranks 0-2)")],
+    ),
+    (
+        *("cp2,pp2,mbs2,zero0", "bfloat16", ""),
         [
             (
-                Flip(2, "frozen", "block0.mlp.up.weight"),
-                "block0.mlp.up.weight differ after step 2: rank 2 (pp0 dp2 tp0) is unlike the other 3 copies",
+                Flip(1, "exp_avg", UP),
+                f"rank 0 (pp0 dp0 cp0 tp0) and rank 1 (pp0 dp0 cp1 tp0){OF_TWO}",
             )
-        ],
-    ),
-    (
-        "tp2,pp2,mbs2,interleaved_1f1b,sequence",
-        "float32",
-        "",
-        [
-            (
-                Flip(3, "exp_avg", "norm.weight"),
-                "the moment exp_avg of norm.weight differ after step 2: rank 2 (pp1 dp0 tp0) and "
-                f"rank 3 (pp1 dp0 tp1){UNDECIDED}",
-            ),
-        ],
-    ),
-    (
-        "dp2,pp2,mbs2,zb_v",  # the first stage and the last are one rank's, and so are both copies of the tied weight
-        "float32",
-        "",
-        [(Flip(0, "weight", "embedding.positions.weight"), "embedding.positions.weight differ after step 2: rank 0 ")],
-    ),
-    (
-        "dp2,cp2",
-        "float32",
-        "",
-        [
-            (
-                Flip(3, "weight", "norm.weight"),
-                "norm.weight differ after step 2: rank 3 (pp0 dp1 cp1 tp0) is unlike the other 3 copies (ranks 0-2)",
-            ),
-        ],
-    ),
-    (
-        "cp2,pp2,mbs2,zero0",
-        "bfloat16",
-        "",
-        [
-            (
-                Flip(1, "exp_avg", "block0.mlp.up.weight"),
-                "the moment exp_avg of block0.mlp.up.weight differ after step 2: rank 0 (pp0 dp0 cp0 tp0) and "
-                f"rank 1 (pp0 dp0 cp1 tp0){UNDECIDED}",
-            ),
         ],
     ),
     ("pp3", "float32", "tests.support.builders:tied_to_the_head", []),
     ("dp2,tp2,mbs2,sequence,full", "bfloat16", "", []),
-    ("pp2", "float32", "tests.framework.watch.builders:with_running_buffers", []),
+    ("pp2", "float32", f"{BUILDERS}:with_running_buffers", []),
     ("dp1", "float32", "", []),
 ]
 
 
+@mark_all_rows_but("long", "pp3", "pp2", "dp1")
 @pytest.mark.fault(row="a bit flip in each class of replicated tensor: found by the next check")
-@pytest.mark.parametrize(("layout", "dtype", "builder", "cases"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "builder", "cases"), CASES, ids=[case[0] for case in CASES]
+)
 def test_a_flipped_bit_is_found_and_sound_copies_pass(
     pool: RankPool, layout: str, dtype: str, builder: str, cases: list[tuple[Flip, str]]
 ) -> None:
     config = config_for(layout, builder=builder, dtype=dtype)
-    ranks = pool.run(flipped, size_of(config), config.model_dump_json(), [flip for flip, _ in cases], timeout_s=LIMIT_S)
+    ranks = pool.run(
+        flipped,
+        size_of(config),
+        config.model_dump_json(),
+        [flip for flip, _ in cases],
+        timeout_s=LIMIT_S,
+    )
     assert all(found == ranks[0] for found in ranks)
     first, second, *found, last = ranks[0]
     assert (first, second, last) == (None, None, None)
-    for (flip, expected), message in zip(cases, found, strict=True):
-        assert message is not None and message.startswith(f"replicas of {expected}"), (flip, message)
+    for (flip, ranks_named), message in zip(cases, found, strict=True):
+        assert message is not None and message.startswith("replicas of "), (flip, message)
+        assert f"{flip.name} differ after step 2: {ranks_named}" in message, (flip, message)
+        assert (flip.what == "exp_avg") == ("the moment exp_avg of " in message)
         assert "So do those of" not in message
 
 
@@ -289,18 +260,26 @@ def copies_after_a_step(rank: int, world_size: int, config_json: str) -> str | N
     return None
 
 
-@pytest.mark.parametrize("layout", ["dp3,pp2,zb_v,zero1", "dp2,tp2,pp2,zero1"])
+@pytest.mark.parametrize("layout", ["dp3,pp2,zb_v,zero1", long_row("dp2,tp2,pp2,zero1")])
 def test_copies_of_a_tied_weight_stay_equal_under_adafactor(pool: RankPool, layout: str) -> None:
-    """Its sums lie at other places in the messages of the two stages, where three ranks add in another order."""
+    """Its sums lie at other places in the messages of the two stages,
+    where three ranks add in another order.
+    """
     laid_out, size = parse_layout(layout), Size(4, 16, 2, 12)
-    optimizer = {"name": "adafactor", "learning_rate": 1.0, "warmup_steps": 0}  # the last bit of an update counts
+    # the last bit of an update counts
+    optimizer = {"name": "adafactor", "learning_rate": 1.0, "warmup_steps": 0}
     config = model_config("gpt2", size, vocab_size=64).replace(optimizer=optimizer)
     text = layout_config(config, laid_out, size.global_batch, "float64").model_dump_json()
-    assert pool.run(copies_after_a_step, laid_out.size, text, timeout_s=LIMIT_S) == [None] * laid_out.size
+    assert (
+        pool.run(copies_after_a_step, laid_out.size, text, timeout_s=LIMIT_S)
+        == [None] * laid_out.size
+    )
 
 
 def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: int) -> str | None:
-    """A whole run, after one step of which a bit is flipped; the weights stay so, for there is one owner of each."""
+    """Train a whole run, after one step of which a bit is flipped; the weights stay so,
+    for there is one owner of each.
+    """
 
     def stepping(parts: Any) -> Any:
         stats = take_step(parts)
@@ -332,7 +311,7 @@ def run_of(tmp_path: Path, every: int, **watch: Any) -> RunConfig:
 @pytest.mark.fault(row="a bit flip in each class of replicated tensor: found by the next check")
 @pytest.mark.parametrize(
     ("drift_every", "every", "in_step", "after"),
-    [(100, 2, 3, 4), (3, 6, 2, 3), (0, 6, 2, None)],
+    [long_row(100, 2, 3, 4), long_row(3, 6, 2, 3), (0, 6, 2, None)],
     ids=["before a checkpoint", "every so many steps", "never"],
 )
 def test_nothing_is_saved_of_copies_that_differ(
@@ -345,9 +324,15 @@ def test_nothing_is_saved_of_copies_that_differ(
     if after is None:
         assert said == [None, None] and len(saved) == 1
         return
-    assert said[0] == said[1] and f"differ after step {after}: rank 0 (pp0 dp0 tp0) and rank 1" in said[0]
+    assert (
+        said[0] == said[1]
+        and f"differ after step {after}: rank 0 (pp0 dp0 tp0) and rank 1" in said[0]
+    )
     assert saved == [f"step-{step:08d}" for step in range(every, after, every)]
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
     assert steps == after
     again = pool.run(drifting, 2, config.model_dump_json(), flip, 0, timeout_s=LIMIT_S)
-    assert again == [None, None] and checkpoints_in(tmp_path / "run" / "checkpoints")[-1] == "step-00000006"
+    assert (
+        again == [None, None]
+        and checkpoints_in(tmp_path / "run" / "checkpoints")[-1] == "step-00000006"
+    )

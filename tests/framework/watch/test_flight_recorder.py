@@ -1,4 +1,6 @@
-"""The first unfinished collective of each group, from dumps of torch's flight recorder and from a live one."""
+"""The first unfinished collective of each group,
+from dumps of torch's flight recorder and from a live one.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,16 @@ def test_the_first_of_each_group_is_named() -> None:
 
 
 def test_states_of_nccl() -> None:
-    """NCCL's entries have states; a message has a number of its own, and an entry may be retired before it is seen."""
+    """NCCL's entries have states; a message has a number of its own,
+    and an entry may be retired before it is seen.
+    """
     entry = RECORDED["entries"][2] | {"profiling_name": "nccl:all_gather"}
-    sent = {"is_p2p": True, "p2p_seq_id": 9, "profiling_name": "nccl:send 0->1", "process_group": ["3", ""]}
+    sent = {
+        "is_p2p": True,
+        "p2p_seq_id": 9,
+        "profiling_name": "nccl:send 0->1",
+        "process_group": ["3", ""],
+    }
     entries = [
         entry | {"state": "completed"},
         entry | {"state": "started", "collective_seq_id": 3},
@@ -76,7 +85,15 @@ def test_states_of_nccl() -> None:
 
 
 def test_dumps_of_another_format_are_empty() -> None:
-    for dump in (b"", b"{}", b"[]", b"no json", b'{"entries": [{"state": 3}]}', b'{"entries": 3}', b"\xff"):
+    for dump in (
+        b"",
+        b"{}",
+        b"[]",
+        b"no json",
+        b'{"entries": [{"state": 3}]}',
+        b'{"entries": 3}',
+        b"\xff",
+    ):
         assert first_unfinished(dump) == []
 
 
@@ -99,7 +116,9 @@ def waits_for_the_other(rank: int, world_size: int, place: str) -> tuple[list[st
             time.sleep(0.01)
         dist.all_reduce(tensor, group=group)
     deadline = time.monotonic() + 5.0
-    while (after := [line for line in unfinished() if "flight" in line]) and time.monotonic() < deadline:
+    while (
+        after := [line for line in unfinished() if "flight" in line]
+    ) and time.monotonic() < deadline:
         time.sleep(0.01)  # gloo's thread retires an entry after the result is there
     text = (Path(place) / "hang" / "rank-0.txt").read_text()
     return [line for line in during if "flight" in line], after, text
@@ -107,5 +126,9 @@ def waits_for_the_other(rank: int, world_size: int, place: str) -> tuple[list[st
 
 def test_a_rank_that_waits_writes_its_collective(pool: RankPool, tmp_path: Path) -> None:
     (during, after, text), _ = pool.run(waits_for_the_other, 2, str(tmp_path))
-    assert len(during) == 1 and "all_reduce, collective 2 of group" in during[0] and "(5x2 Float)" in during[0]
+    assert (
+        len(during) == 1
+        and "all_reduce, collective 2 of group" in during[0]
+        and "(5x2 Float)" in during[0]
+    )
     assert during[0] in text.splitlines() and after == []

@@ -1,4 +1,6 @@
-"""A run that hangs: the rank that all wait for is named, with what it does; stacks are on disk; nothing is left."""
+"""A run that hangs: the rank that all wait for is named, with what it does; stacks are on disk;
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ IN = (
 )
 COMPUTES = r"been computing F of micro-batch \d for \d+\.?\d* s"
 READS = r"been reading samples for \d+\.?\d* s"
-SILENT = r"sent no heartbeat for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"
+SILENT = (
+    r"sent no heartbeat for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"
+)
 
 torture = pytest.mark.torture(row="hangs: rank, peer and action are named")
 
 
-def hanging(directory: Path, how: str, text: str, rank: int, at_call: int, **sections: dict[str, Any]) -> RunConfig:
-    """A run in which one rank hangs, in its second step or so. ``none``: none does."""
+def hanging(
+    directory: Path, how: str, text: str, rank: int, at_call: int, **sections: dict[str, Any]
+) -> RunConfig:
+    """Return a run in which one rank hangs, in its second step or so. ``none``: none does."""
     reads = {"rank": rank, "at_call": at_call} if how == "reading" else {}
     model: dict[str, Any] = {"builder": "meshwright_models.gpt2:build", "options": GPT2}
     if how not in ("reading", "none"):
@@ -54,14 +60,16 @@ def hanging(directory: Path, how: str, text: str, rank: int, at_call: int, **sec
 
 def reported_after_s(shell: Shell, config: RunConfig) -> float:
     """Seconds from when it began to hang to the report."""
-    report = run_directory(config) / "hang" / "report.txt"
+    report = run_directory(config.run) / "hang" / "report.txt"
     return report.stat().st_mtime - (shell.directory / BEGAN).stat().st_mtime
 
 
 def ended(shell: Shell, config: RunConfig, *words: str) -> str:
     """What a run that hangs has said, once it has ended as it should."""
     began = shell.directory / BEGAN
-    done = shell.run(*(words or ("-m", "meshwright_launch")), "train", written(config, shell.directory))
+    done = shell.run(
+        *(words or ("-m", "meshwright_launch")), "train", written(config, shell.directory)
+    )
     shell.wait_until_none_is_left()
     assert began.exists(), done.stderr
     assert done.returncode == (1 if words else HangError.exit_code), done.stderr
@@ -74,67 +82,59 @@ def ended(shell: Shell, config: RunConfig, *words: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    ("how", "text", "rank", "at_call", "said"),
-    [
-        pytest.param("reading", "dp2", 1, 9, "rank 0 .*" + IN.format("(dp|world)", 1) + READS, marks=torture),
-        pytest.param("reading", "pp2", 0, 9, "rank 1 .*" + WAITS.format("F", 0) + READS, marks=torture),
-        pytest.param("reading", "tp2", 1, 9, "rank 0 .*" + IN.format("tp", 1) + READS, marks=torture),
-        pytest.param("loop", "pp2", 0, 9, "rank 1 .*" + WAITS.format("F", 0) + COMPUTES, marks=torture),
-        pytest.param("loop", "tp2", 1, 9, "rank 0 .*" + IN.format("tp", 1) + COMPUTES, marks=torture),
-        pytest.param("loop", "dp2,pp2", 3, 9, r"rank \d .* 3 .*which has " + COMPUTES, marks=torture),
-        pytest.param("stop", "dp2", 0, 9, "rank 1 .*" + IN.format("(dp|world)", 0) + SILENT, marks=torture),
-        pytest.param("stop", "pp2", 1, 9, "rank 0 .*" + WAITS.format("B", 1) + SILENT, marks=torture),
-        pytest.param("stop", "tp2", 0, 9, "rank 1 .*" + IN.format("tp", 0) + SILENT, marks=torture),
-        pytest.param("collective more", "pp2,tp2", 1, 9, "rank 0 .*" + IN.format("tp", 1) + COMPUTES, marks=torture),
-        pytest.param("collective more", "pp2", 0, 9, "rank 1 .*" + WAITS.format("F", 0) + COMPUTES, marks=torture),
-        pytest.param(
-            "collective less",
-            "dp2",
-            1,
-            9,
-            r"deadlock: rank 0 .* waits in the all-reduce of \(\d,\) of the world ranks \(number \d+\) for rank 1 .*; "
-            r"rank 1 .* waits in the all-gather into \(\d+,\) of the dp ranks \(number \d+\) for rank 0",
-            marks=torture,
-        ),
-        pytest.param(
-            "collective other",
-            "dp2",
-            1,
-            9,
-            r"rank 0 .* is in the all-reduce of \(\d,\) of the world ranks \(number \d+\), and rank 1 .* in the barr",
-            marks=torture,
-        ),
-        pytest.param(
-            "message less",
-            "pp2",
-            0,
-            9,
-            r"deadlock: rank 0 .* waits to receive B of micro-batch \d from rank 1 .*; rank 1 .* waits to receive F of "
-            r"micro-batch \d from rank 0",
-            marks=torture,
-        ),
-    ],
-)
+RANK_0, RANK_1 = r"rank 0 .*", r"rank 1 .*"
+OF_WORLD = r"\(\d,\) of the world ranks \(number \d+\)"
+HANGS = [
+    ("reading", "dp2", 1, RANK_0 + IN.format("(dp|world)", 1) + READS),
+    ("reading", "pp2", 0, RANK_1 + WAITS.format("F", 0) + READS),
+    ("reading", "tp2", 1, RANK_0 + IN.format("tp", 1) + READS),
+    ("loop", "pp2", 0, RANK_1 + WAITS.format("F", 0) + COMPUTES),
+    ("loop", "tp2", 1, RANK_0 + IN.format("tp", 1) + COMPUTES),
+    ("loop", "dp2,pp2", 3, r"rank \d .* 3 .*which has " + COMPUTES),
+    ("stop", "dp2", 0, RANK_1 + IN.format("(dp|world)", 0) + SILENT),
+    ("stop", "pp2", 1, RANK_0 + WAITS.format("B", 1) + SILENT),
+    ("stop", "tp2", 0, RANK_1 + IN.format("tp", 0) + SILENT),
+    ("collective more", "pp2,tp2", 1, RANK_0 + IN.format("tp", 1) + COMPUTES),
+    ("collective more", "pp2", 0, RANK_1 + WAITS.format("F", 0) + COMPUTES),
+    (
+        *("collective less", "dp2", 1),
+        rf"deadlock: {RANK_0}waits in the all-reduce of {OF_WORLD} for {RANK_1}; {RANK_1}waits in"
+        r" the all-gather into \(\d+,\) of the dp ranks \(number \d+\) for rank 0",
+    ),
+    (
+        *("collective other", "dp2", 1),
+        rf"{RANK_0}is in the all-reduce of {OF_WORLD}, and {RANK_1}in the barr",
+    ),
+    (
+        *("message less", "pp2", 0),
+        rf"deadlock: {RANK_0}waits to receive B of micro-batch \d from {RANK_1}; {RANK_1}waits to"
+        r" receive F of micro-batch \d from rank 0",
+    ),
+]
+
+
+@torture
+@pytest.mark.parametrize(("how", "text", "rank", "said"), HANGS)
 def test_who_hangs_is_named(
     how: str,
     text: str,
     rank: int,
-    at_call: int,
     said: str,
     tmp_path: Path,
     shell: Shell,
     record_property: Callable[[str, float], None],
 ) -> None:
-    config = hanging(tmp_path, how, text, rank, at_call)
+    config = hanging(tmp_path, how, text, rank, 9)
     first, head, *table = ended(shell, config).splitlines()
     assert first.startswith("meshwright: error: the run hangs: nothing has moved on rank ")
     record_property("within_s", reported_after_s(shell, config))
     assert re.search(said, first), first
     num_ranks = 4 if "," in text else 2
     assert head.split() == ["rank", "at", "step", "for", "activity"]
-    assert [line.split()[0] for line in table[:num_ranks]] == [str(each) for each in range(num_ranks)]
-    place = run_directory(config) / "hang"
+    assert [line.split()[0] for line in table[:num_ranks]] == [
+        str(each) for each in range(num_ranks)
+    ]
+    place = run_directory(config.run) / "hang"
     reason = first.removeprefix("meshwright: error: ").removesuffix(" [MW-WATCH-005]")
     assert reason in (place / "report.txt").read_text()
     for each in range(num_ranks):
@@ -147,7 +147,7 @@ def test_who_hangs_is_named(
         if each == rank and how in ("reading", "loop", "collective more"):
             assert "hanging.py" in stacks
     if not (how == "stop" and rank == 0):
-        status = read_status(run_directory(config) / STATUS)
+        status = read_status(run_directory(config.run) / STATUS)
         assert status.ended is not None and status.ended.how == "failed"
         assert status.ended.message.startswith("the run hangs: ")
 
@@ -158,23 +158,32 @@ def test_a_run_of_one_process(tmp_path: Path, shell: Shell) -> None:
     config = hanging(tmp_path, "reading", "", 0, 20)
     said = ended(shell, config)
     assert re.search(r"rank 0 \(pp0 dp0 tp0\) has " + READS, said)
-    assert "hanging.py" in (run_directory(config) / "hang" / "rank-0.txt").read_text()
+    assert "hanging.py" in (run_directory(config.run) / "hang" / "rank-0.txt").read_text()
 
 
 @torture
 def test_under_torchrun_it_is_said_once(tmp_path: Path, shell: Shell) -> None:
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwright_launch")
+    words = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "meshwright_launch",
+    )
     said = ended(shell, hanging(tmp_path, "loop", "pp2", 0, 9), *words)
-    assert re.search(r"error: rank \d: the run hangs: .* rank 1 .*" + WAITS.format("F", 0) + COMPUTES, said)
+    assert re.search(
+        r"error: rank \d: the run hangs: .* rank 1 .*" + WAITS.format("F", 0) + COMPUTES, said
+    )
 
 
 def wait_for(config: RunConfig, process: subprocess.Popen[str], step: int) -> Status:
-    """The first status with so many steps taken."""
+    """Return the first status with so many steps taken."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
         assert time.monotonic() < deadline_s and process.poll() is None
-        if (run_directory(config) / "status.json").exists():
-            status = read_status(run_directory(config) / STATUS)
+        if (run_directory(config.run) / "status.json").exists():
+            status = read_status(run_directory(config.run) / STATUS)
             if status.step >= step and len(status.ranks) == 2:
                 return status
         time.sleep(0.05)
@@ -195,14 +204,18 @@ def test_a_run_that_was_stopped_as_a_whole_goes_on(tmp_path: Path, shell: Shell)
             os.kill(pid, signal.SIGCONT)
         _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
-    assert lines(config)[-1]["step"] == 400 and not (run_directory(config) / "hang").exists()
+    assert lines(config)[-1]["step"] == 400 and not (run_directory(config.run) / "hang").exists()
 
 
 @torture
 def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell) -> None:
-    config = hanging(tmp_path, "none", "pp2", 0, 0, train={"steps": 100000}, launch={"timeout_s": 20.0})
-    file, run = written(config, tmp_path), str(run_directory(config))
-    with shell.start(["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL) as process:
+    config = hanging(
+        tmp_path, "none", "pp2", 0, 0, train={"steps": 100000}, launch={"timeout_s": 20.0}
+    )
+    file, run = written(config, tmp_path), str(run_directory(config.run))
+    with shell.start(
+        ["-m", "meshwright_launch", "train", file], stdout=subprocess.DEVNULL
+    ) as process:
         pid = wait_for(config, process, 2).pid
         live = shell.run("-m", "meshwright_launch", "status", run)
         process.kill()
@@ -210,24 +223,35 @@ def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell
     summary, _, table = live.stdout.partition("\n\n")
     first, state, step, *straggler = summary.splitlines()
     head, *ranks = table.splitlines()
-    assert not straggler or straggler[0].startswith("waits  "), "on a busy machine one rank may be slower"
+    assert not straggler or straggler[0].startswith("waits  "), (
+        "on a busy machine one rank may be slower"
+    )
     assert first == f"run    {run}" and state == "state  training", live.stdout
     assert re.fullmatch(
-        r"step   \d+ of 100000, \S+ s each \(median of the last \d+\), [\d:]+ left, until about .*", step
+        r"step   \d+ of 100000, \S+ s each \(median of the last \d+\), [\d:]+ left, until about .*",
+        step,
     )
     assert head.split() == ["rank", "at", "step", "for", "activity"]
-    assert [line.split()[:4] for line in ranks] == [["0", "pp0", "dp0", "tp0"], ["1", "pp1", "dp0", "tp0"]]
+    assert [line.split()[:4] for line in ranks] == [
+        ["0", "pp0", "dp0", "tp0"],
+        ["1", "pp1", "dp0", "tp0"],
+    ]
     shell.wait_until_none_is_left()
     time.sleep(7)
     killed = shell.run("-m", "meshwright_launch", "status", run)
     assert re.search(
-        rf"state  silent for \d+\.?\d* s, while training; process {pid} of rank 0 is gone from this machine\n",
+        rf"state  silent for \d+\.?\d* s, while training; process {pid} of rank 0 is gone from this"
+        r" machine\n",
         killed.stdout,
     )
-    done = shell.run("-m", "meshwright_launch", "train", file, "--train.steps=2", "--run.name=short")
+    done = shell.run(
+        "-m", "meshwright_launch", "train", file, "--train.steps=2", "--run.name=short"
+    )
     assert done.returncode == 0, done.stderr
     over = shell.run("-m", "meshwright_launch", "status", str(Path(run).parent / "short"))
-    assert re.search(r"state  finished at [-\d]+ [\d:]+\nstep   2 of 2, \S+ s each", over.stdout), over.stdout
+    assert re.search(r"state  finished at [-\d]+ [\d:]+\nstep   2 of 2, \S+ s each", over.stdout), (
+        over.stdout
+    )
 
 
 def test_status_of_no_run(tmp_path: Path, shell: Shell) -> None:
@@ -235,5 +259,6 @@ def test_status_of_no_run(tmp_path: Path, shell: Shell) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"meshwright: error: {tmp_path}/none is no directory: give that of a run, such as runs/demo [MW-WATCH-002]\n"
+        == f"meshwright: error: {tmp_path}/none is no directory: give that of a run, such as"
+        " runs/demo [MW-WATCH-002]\n"
     )

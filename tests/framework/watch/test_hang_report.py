@@ -1,4 +1,6 @@
-"""A report of a hang is never lost: not to a slow file system, a slow diagnosis, or the end of the store."""
+"""A report of a hang is never lost: not to a slow file system, a slow diagnosis,
+or the end of the store.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,21 @@ SECONDS = 30.0
 
 
 def a_report() -> HangReport:
-    at: dict[str, Any] = {"beat": 9, "step": 3, "phase": "training", "pid": 1, "host": "h", "at_s": 1.0}
+    at: dict[str, Any] = {
+        "beat": 9,
+        "step": 3,
+        "phase": "training",
+        "pid": 1,
+        "host": "h",
+        "at_s": 1.0,
+    }
     beat = Heartbeat(rank=0, what="reading samples", for_s=600.0, **at)
     return HangReport("the run hangs.", {0: ReceivedHeartbeat(beat, 0.1)}, Grid(), 10.0, (0,))
 
 
-def test_a_slow_diagnosis_is_reported_without_a_cause_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_diagnosis_is_reported_without_a_cause_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reported, lines = threading.Event(), list[str]()
 
     def slow(*_: object) -> Verdict:
@@ -54,11 +65,15 @@ def test_a_diagnosis_that_fails_is_no_end_of_the_report(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(report, "judge", fail)
     found = a_report().with_verdict(judge_safely(a_report(), 1.0, pytest.fail))
-    assert found.head.startswith("the run hangs. The cause could not be found (KeyError: 7)") and found.ranks == (0,)
+    assert found.head.startswith(
+        "the run hangs. The cause could not be found (KeyError: 7)"
+    ) and found.ranks == (0,)
     assert found.short()[-1].endswith("reading samples")
 
 
-def writer(directory: Path, rank: int = 0, replace_status: Callable[[str], object] = pytest.fail) -> DiskWriter:
+def writer(
+    directory: Path, rank: int = 0, replace_status: Callable[[str], object] = pytest.fail
+) -> DiskWriter:
     return DiskWriter(directory, rank, "h", pytest.fail, replace_status)
 
 
@@ -105,11 +120,13 @@ def test_a_report_made_alone_keeps_that_of_another_rank(tmp_path: Path) -> None:
         assert (tmp_path / "hang" / "report-rank-2.txt").read_text().endswith("the store is gone\n")
 
 
-def end_of_a_hang(rank: int, world_size: int, directory: str, limit_s: float, confirms: bool) -> tuple[str, float]:
+def end_of_a_hang(
+    rank: int, world_size: int, directory: str, limit_s: float, confirms: bool
+) -> tuple[str, float]:
     """Rank 0 serves the store and reports; rank 1 reads the cause a little later, or never.
 
-    Returns the type of a rank's error, and a time (monotonic, s): of rank 0 when its process would have ended, of rank
-    1 when it began to read.
+    Returns the type of a rank's error, and a time (monotonic, s): of rank 0 when its process would
+    have ended, of rank 1 when it began to read.
     """
     ended: list[tuple[str, float]] = []
 
@@ -121,8 +138,10 @@ def end_of_a_hang(rank: int, world_size: int, directory: str, limit_s: float, co
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mesh, "holds_store", lambda mesh: mesh.rank == 0)
         patch.setattr(watchdog, "start_timer", lambda *_: None)
-        mesh = open_mesh(Grid(1, 2, 1), "cpu")
-        dog = watchdog.Watchdog(mesh, Path(directory), limit_s, 9, lambda: 1, give_up, lambda text: None)
+        mesh = open_mesh(Grid(dp=2), "cpu")
+        dog = watchdog.Watchdog(
+            mesh, Path(directory), limit_s, 9, lambda: 1, give_up, lambda text: None
+        )
         dog._exchange.send(0.0)
         mesh.world.barrier()
         dog._exchange.receive()

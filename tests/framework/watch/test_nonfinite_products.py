@@ -16,7 +16,7 @@ WEIGHT = "block1.mlp.down.weight"
 
 
 def poisoned_step(rank: int, world_size: int, config_json: str) -> str | None:
-    """The message of a step in which one product of rank 1 gives NaN."""
+    """Return the message of a step in which one product of rank 1 gives NaN."""
     config, mesh = opened(config_json)
     with patch.object(products_module, "adds_products", is_matrix):
         parts = parts_for(config, mesh)
@@ -44,4 +44,6 @@ def test_a_gradient_that_is_nan_in_w_is_named(pool: RankPool) -> None:
     config = config_for("pp2,zb_h1", dtype="bfloat16")
     messages = set(pool.run(poisoned_step, 2, config.model_dump_json()))
     (message,) = messages
-    assert message is not None and f"rank 1 (pp1 dp0 tp0): the gradient of {WEIGHT} " in message, message
+    assert message is not None and f"rank 1 (pp1 dp0 tp0): the gradient of {WEIGHT} " in message, (
+        message
+    )

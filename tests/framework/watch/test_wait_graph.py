@@ -19,19 +19,38 @@ MANY = 2048
 Table = dict[int, ReceivedHeartbeat]
 
 
-def received(rank: int, waits: Waits | None = None, what: str = "0F0", **posted: int) -> ReceivedHeartbeat:
-    """The heartbeat of a rank that has been in its activity for 10 minutes."""
+def received(
+    rank: int, waits: Waits | None = None, what: str = "0F0", **posted: int
+) -> ReceivedHeartbeat:
+    """Return the heartbeat of a rank that has been in its activity for 10 minutes."""
     packed = None if waits is None else PendingWait.pack(waits._asdict())
-    at = {"beat": 9, "step": 3, "phase": "training", "pid": 1, "host": "h", "at_s": 1.0, "for_s": 600.0}
-    return ReceivedHeartbeat(Heartbeat(rank=rank, what=what, waits=packed, posted=posted, **at), 0.1)
+    at = {
+        "beat": 9,
+        "step": 3,
+        "phase": "training",
+        "pid": 1,
+        "host": "h",
+        "at_s": 1.0,
+        "for_s": 600.0,
+    }
+    return ReceivedHeartbeat(
+        Heartbeat(rank=rank, what=what, waits=packed, posted=posted, **at), 0.1
+    )
 
 
 def collective(rank: int, ranks: tuple[int, ...], key: str, number: int) -> Waits:
-    return Waits("collective", tuple(each for each in ranks if each != rank), "all-reduce of (3,)", key, key, number)
+    return Waits(
+        "collective",
+        tuple(each for each in ranks if each != rank),
+        "all-reduce of (3,)",
+        key,
+        key,
+        number,
+    )
 
 
 def waited_for(table: Table, silent: set[int]) -> dict[int, set[int]]:
-    """The definition: in a collective a rank waits for the ranks that have entered fewer."""
+    """Return the definition: in a collective a rank waits for the ranks that have entered fewer."""
     edges: dict[int, set[int]] = {}
     for rank, (beat, _) in table.items():
         waits = None if beat is None or rank in silent else beat.waits
@@ -39,7 +58,9 @@ def waited_for(table: Table, silent: set[int]) -> dict[int, set[int]]:
         if waits is not None and waits.how == "collective":
             beats = {other: table[other].beat for other in edges[rank]}
             edges[rank] = {
-                other for other, beat in beats.items() if beat is None or beat.posted.get(waits.key, 0) < waits.number
+                other
+                for other, beat in beats.items()
+                if beat is None or beat.posted.get(waits.key, 0) < waits.number
             }
     return edges
 
@@ -56,7 +77,9 @@ def reached(rank: int, edges: dict[int, set[int]]) -> set[int]:
 
 
 def random_table(draw: random.Random) -> Table:
-    """Ranks in messages and in collectives of two groups that overlap, with up to three numbers in flight."""
+    """Ranks in messages and in collectives of two groups that overlap,
+    with up to three numbers in flight.
+    """
     size = draw.randrange(1, 12)
     groups = {"a": tuple(range(0, size, 2)), "b": tuple(range(size))}
     table: Table = {}
@@ -73,7 +96,11 @@ def random_table(draw: random.Random) -> Table:
                 collective(rank, groups[key], key, posted[key]),
             ]
         )
-        table[rank] = ReceivedHeartbeat(None, 99.0) if draw.random() < 0.05 else received(rank, waits, **posted)
+        table[rank] = (
+            ReceivedHeartbeat(None, 99.0)
+            if draw.random() < 0.05
+            else received(rank, waits, **posted)
+        )
     return table
 
 
@@ -86,30 +113,43 @@ def test_the_graph_is_that_of_its_definition(seed: int) -> None:
     behind = Counter(end for rank in edges for end in reached(rank, edges) if not edges[end])
     assert graph.weights() == {rank: behind[rank] for rank in edges if not edges[rank]}
     for rank in edges:
-        assert graph.first_waiting(rank) == next((other for other in edges if rank in edges[other]), None)
+        assert graph.first_waiting(rank) == next(
+            (other for other in edges if rank in edges[other]), None
+        )
     cycle = graph.cycle()
     looped = [rank for rank in edges if rank in reached(rank, edges)]
     assert cycle[:1] == looped[:1]
-    assert all(after in edges[rank] for rank, after in zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    assert all(
+        after in edges[rank] for rank, after in zip(cycle, cycle[1:] + cycle[:1], strict=True)
+    )
 
 
 def some_in_an_extra_collective(size: int) -> tuple[Table, Grid]:
-    """Every other replica has entered a collective of all ranks, and the rest a collective of theirs."""
-    grid, table = Grid(1, size // 8, 8), Table()
+    """Let every other replica enter a collective of all ranks,
+    and the rest a collective of theirs.
+    """
+    grid, table = Grid(dp=size // 8, tp=8), Table()
     for rank in range(size):
         replicas, key = grid.replicas(rank), f"dp-{rank % 8}"
         if rank // 8 % 2 == 0:
-            table[rank] = received(rank, collective(rank, tuple(range(size)), "world", 5), **{"world": 5, key: 9})
+            table[rank] = received(
+                rank, collective(rank, tuple(range(size)), "world", 5), **{"world": 5, key: 9}
+            )
         else:
-            table[rank] = received(rank, collective(rank, replicas, key, 10), **{"world": 4, key: 10})
+            table[rank] = received(
+                rank, collective(rank, replicas, key, 10), **{"world": 4, key: 10}
+            )
     return table, grid
 
 
 def all_in_other_numbers(size: int) -> tuple[Table, Grid]:
-    """Each rank in another collective of the same group."""
+    """Put each rank into another collective of the same group."""
     ranks = tuple(range(size))
-    table = {rank: received(rank, collective(rank, ranks, "world", rank + 1), world=rank + 1) for rank in ranks}
-    return table, Grid(1, size, 1)
+    table = {
+        rank: received(rank, collective(rank, ranks, "world", rank + 1), world=rank + 1)
+        for rank in ranks
+    }
+    return table, Grid(dp=size)
 
 
 def cpu_s(work: Callable[[], object]) -> float:
@@ -121,8 +161,14 @@ def cpu_s(work: Callable[[], object]) -> float:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (some_in_an_extra_collective, "deadlock: rank 0 (pp0 dp0 tp0) waits in the all-reduce of (3,) of the world "),
-        (all_in_other_numbers, "rank 1 (pp0 dp1 tp0) waits in the all-reduce of (3,) of the world ranks (number 2) "),
+        (
+            some_in_an_extra_collective,
+            "deadlock: rank 0 (pp0 dp0 tp0) waits in the all-reduce of (3,) of the world ",
+        ),
+        (
+            all_in_other_numbers,
+            "rank 1 (pp0 dp1 tp0) waits in the all-reduce of (3,) of the world ranks (number 2) ",
+        ),
     ],
 )
 def test_thousands_of_ranks_are_judged_sooner_than_hundreds_by_the_definition(
@@ -137,7 +183,8 @@ def test_thousands_of_ranks_are_judged_sooner_than_hundreds_by_the_definition(
     def judged() -> None:
         verdicts.append(judge(table, grid, 10.0, 300.0))
 
-    sooner_s = min(cpu_s(judged) for _ in range(3))  # garbage of other tests may be collected in one of them
+    # garbage of other tests may be collected in one of them
+    sooner_s = min(cpu_s(judged) for _ in range(3))
     assert sooner_s < cpu_s(lambda: [reached(rank, edges) for rank in edges])
     assert verdicts[0].reason.startswith(said)
     assert len(lines(table, grid, 10.0, verdicts[0].ranks, MAX_LINES)) == 1 + MAX_LINES
@@ -147,13 +194,19 @@ def test_a_chain_as_long_as_the_run_is_large() -> None:
     """Of messages, without recursion."""
     waits = {rank: Waits("receive", (rank - 1,), f"{rank}RECV_F0") for rank in range(1, MANY)}
     table = {rank: received(rank, waits.get(rank)) for rank in range(MANY)}
-    reason, ranks = judge(table, Grid(MANY, 1, 1), 10.0, 300.0)
-    assert ranks == (0,) and reason.startswith("rank 1 (pp1 dp0 tp0) waits to receive F of micro-batch 0 from")
+    reason, ranks = judge(table, Grid(pp=MANY), 10.0, 300.0)
+    assert ranks == (0,) and reason.startswith(
+        "rank 1 (pp1 dp0 tp0) waits to receive F of micro-batch 0 from"
+    )
 
 
 def test_a_heartbeat_has_a_few_numbers_for_any_group() -> None:
-    grid = Grid(16, 64, 2, 8)
-    groups = [tuple(range(grid.size)), grid.replicas(4097), *(grid.group(axis, 4097) for axis in Axis)]
+    grid = Grid(pp=16, dp=64, cp=8, tp=2)
+    groups = [
+        tuple(range(grid.size)),
+        grid.replicas(4097),
+        *(grid.group(axis, 4097) for axis in Axis),
+    ]
     for ranks in [*groups, (4097, 5, 8, 4098, 8191)]:
         waits = PendingWait.pack(collective(4097, ranks, "world", 5)._asdict())
         assert waits.others() == {*ranks} - {4097} and waits.ranks == ()

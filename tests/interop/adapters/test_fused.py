@@ -1,4 +1,6 @@
-"""peft's adapters of separate projections on our fused ones: one function before training, and out again."""
+"""peft's adapters of separate projections on our fused ones: one function before training,
+and out again.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from meshwright_launch.work import work
 from tests.interop.huggingface import theirs as mixtures
 from tests.interop.huggingface.architectures import directory
 from tests.support.errors import has_code
+from tests.support.marks import long_row
 
 pytest.importorskip("transformers")
 PREFIX = "base_model.model.model"
@@ -55,14 +58,25 @@ def base(place: Path, theirs: Path) -> Path:
 def peft_files(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-    modules = sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors})
-    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": modules, "lora_dropout": 0.0}
+    modules = sorted(
+        {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
+    )
+    fields = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": modules,
+        "lora_dropout": 0.0,
+    }
     (path / "adapter_config.json").write_text(json.dumps(fields | {"bias": "none"} | changes))
     return path
 
 
-def drawn(leave_out: tuple[str, ...] = (), *, share_a: bool = False, dora: bool = False) -> dict[str, Tensor]:
-    """A and B of every linear and of the embedding, float64; ``share_a``: q, k and v have one A, as gate and up.
+def drawn(
+    leave_out: tuple[str, ...] = (), *, share_a: bool = False, dora: bool = False
+) -> dict[str, Tensor]:
+    """A and B of every linear and of the embedding, float64; ``share_a``: q, k and v have one A,
+    as gate and up.
 
     ``dora``: magnitudes too, of linears alone.
     """
@@ -91,10 +105,17 @@ def drawn(leave_out: tuple[str, ...] = (), *, share_a: bool = False, dora: bool 
 def merged(theirs: Path, adapter: Path) -> dict[str, Tensor]:
     """W + (alpha / rank) B A of every target, in float64, by transformers' names."""
     fields = json.loads((adapter / "adapter_config.json").read_text())
-    tensors, weights = load_file(adapter / "adapter_model.safetensors"), load_file(theirs / "model.safetensors")
+    tensors, weights = (
+        load_file(adapter / "adapter_model.safetensors"),
+        load_file(theirs / "model.safetensors"),
+    )
     found = {name: weight.double() for name, weight in weights.items()}
     for name in fields["target_modules"]:
-        factors = {key.rpartition("lora_")[2]: t for key, t in tensors.items() if f".{name}.lora_" in f".{key}"}
+        factors = {
+            key.rpartition("lora_")[2]: t
+            for key, t in tensors.items()
+            if f".{name}.lora_" in f".{key}"
+        }
         if "embedding_A" in factors:
             product = (factors["embedding_B"] @ factors["embedding_A"]).t()
         else:
@@ -116,7 +137,7 @@ def equals(run: Path, expected: dict[str, Tensor], out: Path) -> None:
     assert len(found) >= 20
 
 
-@pytest.mark.parametrize("leave_out", [(), ("k_proj", "gate_proj")])
+@pytest.mark.parametrize("leave_out", [long_row(()), ("k_proj", "gate_proj")])
 def test_the_fused_adapters_are_the_split_ones(
     theirs: Path, base: Path, tmp_path: Path, leave_out: tuple[str, ...]
 ) -> None:
@@ -128,7 +149,10 @@ def test_the_fused_adapters_are_the_split_ones(
     equals(tmp_path / "tuned", expected, tmp_path / "merged")
     convert(tmp_path / "tuned", None, ("peft", str(tmp_path / "back")), [], None, None, None)
     again = merged(theirs, tmp_path / "back")
-    assert all((again[name] - weight).abs().max() <= 1e-12 * weight.abs().max() for name, weight in expected.items())
+    assert all(
+        (again[name] - weight).abs().max() <= 1e-12 * weight.abs().max()
+        for name, weight in expected.items()
+    )
     model = import_transformers().AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float64)
     before = logits_of(model)
     model.load_state_dict(expected, strict=False)
@@ -142,16 +166,23 @@ def logits_of(model: Any) -> Tensor:
 
 
 def test_fused_magnitudes_are_the_split_ones(theirs: Path, base: Path, tmp_path: Path) -> None:
-    adapter = peft_files(tmp_path / "peft", drawn(("k_proj", "gate_proj"), dora=True), use_dora=True)
+    adapter = peft_files(
+        tmp_path / "peft", drawn(("k_proj", "gate_proj"), dora=True), use_dora=True
+    )
     expected = merged(theirs, adapter)
     convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
     equals(tmp_path / "tuned", expected, tmp_path / "merged")
     convert(tmp_path / "tuned", None, ("peft", str(tmp_path / "back")), [], None, None, None)
     again = merged(theirs, tmp_path / "back")
-    assert all((again[name] - weight).abs().max() <= 1e-12 * weight.abs().max() for name, weight in expected.items())
+    assert all(
+        (again[name] - weight).abs().max() <= 1e-12 * weight.abs().max()
+        for name, weight in expected.items()
+    )
 
 
-def test_one_a_for_all_parts_keeps_the_rank_and_the_bits(theirs: Path, base: Path, tmp_path: Path) -> None:
+def test_one_a_for_all_parts_keeps_the_rank_and_the_bits(
+    theirs: Path, base: Path, tmp_path: Path
+) -> None:
     """As an export of ours has it: out and in again is the identity."""
     tensors = drawn(share_a=True)
     adapter = peft_files(tmp_path / "peft", tensors)
@@ -166,12 +197,25 @@ def train_rank(rank: int, world_size: int, config: Any) -> None:
     work(config)
 
 
-def test_training_goes_on_from_them_on_any_layout(theirs: Path, base: Path, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_training_goes_on_from_them_on_any_layout(
+    theirs: Path, base: Path, pool: RankPool, tmp_path: Path
+) -> None:
     adapter = peft_files(tmp_path / "peft", drawn())
     data = ["--data.builder=tests.interop.adapters.test_fused:rows"]
     convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), data)
-    more = ["--train.steps=1", "--train.dtype=float64", "--train.device=cpu", "--parallel.tp=2", "--parallel.dp=1"]
-    more += ["--batch.global_batch=2", "--tracking.console=false", "--optimizer.learning_rate=1e-30"]
+    more = [
+        "--train.steps=1",
+        "--train.dtype=float64",
+        "--train.device=cpu",
+        "--parallel.tp=2",
+        "--parallel.dp=1",
+    ]
+    more += [
+        "--batch.global_batch=2",
+        "--tracking.console=false",
+        "--optimizer.learning_rate=1e-30",
+    ]
     config = resolve(load(tmp_path / "tuned" / "config.toml", more), 2)
     pool.run(train_rank, 2, config)
     checkpoint = open_checkpoint(find(tmp_path / "tuned")[0].path)
@@ -205,11 +249,18 @@ def rows(split: str) -> Rows:
         ({"name": "q"}, "MW-INTEROP-115"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(base: Path, tmp_path: Path, changes: dict[str, Any], code: str) -> None:
-    tensors = {name.replace("q_proj", "q" if "name" in changes else "q_proj"): t for name, t in drawn().items()}
+def test_files_that_do_not_fit_are_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Any], code: str
+) -> None:
+    tensors = {
+        name.replace("q_proj", "q" if "name" in changes else "q_proj"): t
+        for name, t in drawn().items()
+    }
     changes.pop("name", None)
     adapter = peft_files(tmp_path / "peft", tensors, **changes)
-    with pytest.raises(UserError, match=code, check=has_code("MW-INTEROP-104", "MW-INTEROP-113", "MW-INTEROP-115")):
+    with pytest.raises(
+        UserError, match=code, check=has_code("MW-INTEROP-104", "MW-INTEROP-113", "MW-INTEROP-115")
+    ):
         convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
     assert not (tmp_path / "tuned").exists()
 
@@ -218,7 +269,9 @@ def test_another_model_and_a_base_with_adapters_are_refused(base: Path, tmp_path
     tensors = drawn()
     wide = tensors | {f"{PREFIX}.layers.0.self_attn.k_proj.lora_B.weight": torch.zeros(24, RANK)}
     with pytest.raises(
-        UserError, match=r"k_proj do not fit block0.attention.qkv.weight \[64, 32\]", check=has_code("MW-INTEROP-114")
+        UserError,
+        match=r"k_proj .* block0.attention.qkv.weight \[64, 32\]",
+        check=has_code("MW-INTEROP-114"),
     ):
         convert_onto(base, tmp_path / "x", ("peft", str(peft_files(tmp_path / "wide", wide))), [])
     adapter = peft_files(tmp_path / "peft", tensors)
@@ -235,7 +288,10 @@ def test_adapters_of_a_mixture_are_merged_beside_its_biases(tmp_path: Path) -> N
     mixtures.write("deepseek_v3", base)
     convert(tmp_path / "base", ("hf", str(base)), None, DATA, None, None, None)
     shape = load_file(base / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].shape
-    factors = {f"{name}.lora_A.weight": torch.ones(RANK, shape[1]), f"{name}.lora_B.weight": torch.ones(shape[0], RANK)}
+    factors = {
+        f"{name}.lora_A.weight": torch.ones(RANK, shape[1]),
+        f"{name}.lora_B.weight": torch.ones(shape[0], RANK),
+    }
     adapter = peft_files(tmp_path / "peft", factors)
     convert_onto(tmp_path / "base", tmp_path / "tuned", ("peft", str(adapter)), [])
     expected = merged(base, adapter)
@@ -243,7 +299,10 @@ def test_adapters_of_a_mixture_are_merged_beside_its_biases(tmp_path: Path) -> N
     convert(tmp_path / "tuned", None, ("merged", str(tmp_path / "out")), [], None, "float64", None)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
-    assert all((found[each] - weight).abs().max() <= 1e-12 * weight.abs().max() for each, weight in expected.items())
+    assert all(
+        (found[each] - weight).abs().max() <= 1e-12 * weight.abs().max()
+        for each, weight in expected.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +317,14 @@ def mixture(place: Path) -> Path:
 def test_routers_and_experts_have_no_adapters(mixture: Path, tmp_path: Path, name: str) -> None:
     rows = {"gate": 6, "experts.0.w1": 40}[name]
     key = f"{PREFIX}.layers.0.block_sparse_moe.{name}"
-    factors = {f"{key}.lora_A.weight": torch.ones(RANK, 32), f"{key}.lora_B.weight": torch.ones(rows, RANK)}
+    factors = {
+        f"{key}.lora_A.weight": torch.ones(RANK, 32),
+        f"{key}.lora_B.weight": torch.ones(rows, RANK),
+    }
     with pytest.raises(UserError, match="MW-INTEROP-123"):
-        convert_onto(mixture, tmp_path / "x", ("peft", str(peft_files(tmp_path / "peft", factors))), [])
+        convert_onto(
+            mixture, tmp_path / "x", ("peft", str(peft_files(tmp_path / "peft", factors))), []
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -274,15 +338,21 @@ def test_routers_and_experts_have_no_adapters(mixture: Path, tmp_path: Path, nam
         ("lora_magnitude_vector", torch.ones(32, 1), "MW-INTEROP-113"),
     ],
 )
-def test_tensors_of_other_shapes_are_refused(base: Path, tmp_path: Path, name: str, tensor: Tensor, code: str) -> None:
+def test_tensors_of_other_shapes_are_refused(
+    base: Path, tmp_path: Path, name: str, tensor: Tensor, code: str
+) -> None:
     tensors = drawn(dora=True) | {f"{PREFIX}.layers.0.self_attn.q_proj.{name}": tensor}
     adapter = peft_files(tmp_path / "peft", tensors, use_dora=True)
-    with pytest.raises(UserError, match=code, check=has_code("MW-INTEROP-113", "MW-INTEROP-114", "MW-INTEROP-124")):
+    with pytest.raises(
+        UserError, match=code, check=has_code("MW-INTEROP-113", "MW-INTEROP-114", "MW-INTEROP-124")
+    ):
         convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
     assert not (tmp_path / "tuned").exists()
 
 
-def test_factors_of_two_precisions_keep_the_larger_one(theirs: Path, base: Path, tmp_path: Path) -> None:
+def test_factors_of_two_precisions_keep_the_larger_one(
+    theirs: Path, base: Path, tmp_path: Path
+) -> None:
     """B of q in float64 was rounded to the bfloat16 of its A, and k's A to that of q."""
     tensors = drawn()
     for name in tensors:

@@ -1,4 +1,6 @@
-"""Runs with adapters on the disk: checkpoints, resuming, peft's format, and weights with the adapters merged."""
+"""Runs with adapters on the disk: checkpoints, resuming, peft's format,
+and weights with the adapters merged.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshwright.adapters.attach import is_adapter
+from meshwright.blueprint import draw_blueprint
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, load, parse, resolve
 from meshwright.data.prepare.stdlib import prepare_files
@@ -34,10 +37,23 @@ from meshwright_launch.work import work
 from tests.end_to_end.driving import exact_losses
 from tests.interop.huggingface.architectures import directory, run_config
 from tests.support.errors import has_code
+from tests.support.marks import long_row
 
 pytest.importorskip("transformers")
-ADAPTER = {"rank": 3, "alpha": 6.0, "targets": ["*.self_attn.*_proj", "*.mlp.*_proj"], "dropout": 0.1}
-LLAMA = {"vocab_size": 280, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "num_layers": 2}
+ADAPTER = {
+    "rank": 3,
+    "alpha": 6.0,
+    "targets": ["*.self_attn.*_proj", "*.mlp.*_proj"],
+    "dropout": 0.1,
+}
+LLAMA = {
+    "vocab_size": 280,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 24,
+    "num_layers": 2,
+}
 FUSED = ["block*.attention.qkv", "block*.attention.out", "block*.mlp.*"]
 
 
@@ -45,7 +61,9 @@ FUSED = ["block*.attention.qkv", "block*.attention.out", "block*.mlp.*"]
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few kilobytes, 280 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text("the ranks of a mesh hold what the stages of a model hand on.\n" * 300)
+    (folder / "text.txt").write_text(
+        "the ranks of a mesh hold what the stages of a model hand on.\n" * 300
+    )
     prepare_files([folder / "text.txt"], folder / "prepared", vocab_size=280, validation_share=0.0)
     return folder / "prepared"
 
@@ -60,7 +78,7 @@ def trained(pool: RankPool, config: RunConfig) -> Path:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     pool.run(train_rank, parallel.dp * parallel.pp * parallel.tp, config)
-    return run_directory(config)
+    return run_directory(config.run)
 
 
 Configure = Callable[..., RunConfig]
@@ -76,12 +94,16 @@ def base(place: Path) -> Path:
     """A Llama of transformers with weights."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     sizes = {"vocab_size": 280, "num_hidden_layers": 2}
-    return directory("llama", place, weights=True, attention_dropout=0.0, rope_parameters=rope, **sizes)
+    return directory(
+        "llama", place, weights=True, attention_dropout=0.0, rope_parameters=rope, **sizes
+    )
 
 
 @pytest.fixture(scope="module")
 def configure(place: Path, base: Path, corpus: Path) -> Configure:
-    """``configure(name, layout, **sections)``: a run of 4 steps on the library's Llama, in float64."""
+    """``configure(name, layout, **sections)``: a run of 4 steps on the library's Llama,
+    in float64.
+    """
 
     def make(name: str, parallel: dict[str, Any], steps: int = 4, **sections: Any) -> RunConfig:
         tree: dict[str, Any] = {
@@ -107,10 +129,13 @@ def run(configure: Configure, pool: RankPool) -> Path:
 @pytest.fixture(scope="module")
 def decomposed(configure: Configure, pool: RankPool) -> Path:
     """The same with magnitudes (DoRA)."""
-    config = configure("decomposed", {"pp": 2, "tp": 2, "sequence": True}, adapter=ADAPTER | {"dora": True})
+    config = configure(
+        "decomposed", {"pp": 2, "tp": 2, "sequence": True}, adapter=ADAPTER | {"dora": True}
+    )
     return trained(pool, config)
 
 
+@pytest.mark.long
 def test_checkpoints_hold_adapters_and_a_fingerprint_of_the_base(run: Path) -> None:
     checkpoint = open_checkpoint(find(run)[0].path)
     names = checkpoint.parameters(TensorKind.WEIGHTS)
@@ -118,37 +143,48 @@ def test_checkpoints_hold_adapters_and_a_fingerprint_of_the_base(run: Path) -> N
     assert len(checkpoint.manifest.state["adapter_base"]) == 16
 
 
-def resumed(name: str, run: Path, configure: Configure, parallel: dict[str, Any], pool: RankPool) -> RunConfig:
+def resumed(
+    name: str, run: Path, configure: Configure, parallel: dict[str, Any], pool: RankPool
+) -> RunConfig:
     """The run of this name, begun from the checkpoint of step 2 of another."""
     config = configure(name, parallel)
-    shutil.copytree(run, run_directory(config))
-    shutil.rmtree(run_directory(config) / "checkpoints" / "step-00000004")
+    shutil.copytree(run, run_directory(config.run))
+    shutil.rmtree(run_directory(config.run) / "checkpoints" / "step-00000004")
     trained(pool, config)
     return config
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_bit_equal_on_its_layout_and_close_on_another(
     run: Path, configure: Configure, pool: RankPool
 ) -> None:
     unbroken = exact_losses(configure("whole", {}))
     same = resumed("again", run, configure, {"pp": 2, "tp": 2, "sequence": True}, pool)
-    assert exact_losses(same) == unbroken and weights_of(run_directory(same)) == weights_of(run)
+    assert exact_losses(same) == unbroken and weights_of(run_directory(same.run)) == weights_of(run)
     other = resumed("other", run, configure, {"dp": 2, "zero": 3}, pool)
     for step, loss in exact_losses(other).items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(unbroken[step]), rel=1e-11)
-    checkpoints = [open_checkpoint(find(run_directory(each))[0].path) for each in (same, other)]
+    checkpoints = [open_checkpoint(find(run_directory(each.run))[0].path) for each in (same, other)]
     assert len({each.manifest.state["adapter_base"] for each in checkpoints}) == 1
 
 
-def test_adapters_of_another_scale_are_refused(run: Path, configure: Configure, pool: RankPool) -> None:
-    config = configure("whole", {"pp": 2, "tp": 2, "sequence": True}, 6, adapter=ADAPTER | {"alpha": 7.0})
+@pytest.mark.long
+def test_adapters_of_another_scale_are_refused(
+    run: Path, configure: Configure, pool: RankPool
+) -> None:
+    config = configure(
+        "whole", {"pp": 2, "tp": 2, "sequence": True}, 6, adapter=ADAPTER | {"alpha": 7.0}
+    )
     with pytest.raises(Exception, match=r"adapter.alpha was 6.0 and is 7.0"):
         trained(pool, config)
 
 
 def weights_of(run: Path) -> dict[str, list[float]]:
     checkpoint = open_checkpoint(find(run)[0].path)
-    return {name: read(checkpoint, name).flatten().tolist() for name in checkpoint.parameters(TensorKind.WEIGHTS)}
+    return {
+        name: read(checkpoint, name).flatten().tolist()
+        for name in checkpoint.parameters(TensorKind.WEIGHTS)
+    }
 
 
 def read(checkpoint: Any, name: str) -> Tensor:
@@ -158,7 +194,10 @@ def read(checkpoint: Any, name: str) -> Tensor:
     return found
 
 
-def test_another_base_is_refused(run: Path, configure: Configure, base: Path, place: Path, pool: RankPool) -> None:
+@pytest.mark.long
+def test_another_base_is_refused(
+    run: Path, configure: Configure, base: Path, place: Path, pool: RankPool
+) -> None:
     weights = load_file(base / "model.safetensors")
     changed = {name: w.clone() for name, w in weights.items()}
     changed["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.01
@@ -185,15 +224,24 @@ class Rows:
 def loss_rank(rank: int, world_size: int, run: Path, tp: int) -> float:
     """Mean loss of IDS in a run's model as commands load it, over ``tp`` ranks."""
     place = locate(run, None)
-    layout = [f"--parallel.tp={tp}", "--parallel.pp=1", "--parallel.dp=1", "--parallel.sequence=false"]
+    layout = [
+        f"--parallel.tp={tp}",
+        "--parallel.pp=1",
+        "--parallel.dp=1",
+        "--parallel.sequence=false",
+    ]
     config = resolve(config_for(place, layout, "eval", trust_code=True), world_size)
-    mesh = open_inference_mesh(config)
-    parts = open_trained(config, mesh, place)[0]
+    mesh = open_inference_mesh(config.parallel, config.launch, config.train.device)
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep)
+    parts = open_trained(blueprint, mesh, place)[0]
     total = total_loss(parts, parts.feeds(Rows(), [0]))
     return total.loss_sum / total.num_tokens
 
 
-def test_commands_load_the_base_and_the_adapters(run: Path, base: Path, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_commands_load_the_base_and_the_adapters(
+    run: Path, base: Path, pool: RankPool, tmp_path: Path
+) -> None:
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     logits = logits_of(base, with_formula(tmp_path / "peft"))
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
@@ -206,7 +254,9 @@ def test_adapters_that_are_not_the_trained_ones_are_caught(
 ) -> None:
     """The same comparison fails for an export of first values, whose B is zero."""
     model = configured_model(parse(json.dumps(open_checkpoint(find(run)[0].path).manifest.config)))
-    monkeypatch.setattr(adapters, "read_factor", lambda checkpoint, name: model.initial(name).double())
+    monkeypatch.setattr(
+        adapters, "read_factor", lambda checkpoint, name: model.initial(name).double()
+    )
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     logits = logits_of(base, with_formula(tmp_path / "peft"))
     found = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
@@ -230,13 +280,24 @@ def with_formula(exported: Path) -> Callable[[Any], Any]:
     def change(model: Any) -> Any:
         fields = json.loads((exported / "adapter_config.json").read_text())
         tensors = load_file(exported / "adapter_model.safetensors")
-        modules = {name: module for name, module in model.named_modules() if name in fields["target_modules"]}
-        assert len(modules) == len(fields["target_modules"]) == len(tensors) // (3 if fields["use_dora"] else 2)
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if name in fields["target_modules"]
+        }
+        assert (
+            len(modules)
+            == len(fields["target_modules"])
+            == len(tensors) // (3 if fields["use_dora"] else 2)
+        )
         for name, module in modules.items():
             a, b = (tensors[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
             low = fields["lora_alpha"] / fields["r"] * b @ a
             if fields["use_dora"]:
-                whole, length = module.weight + low, tensors[f"base_model.model.{name}.lora_magnitude_vector"]
+                whole, length = (
+                    module.weight + low,
+                    tensors[f"base_model.model.{name}.lora_magnitude_vector"],
+                )
                 low = whole * (length / whole.norm(dim=1)).unsqueeze(1) - module.weight
             module.register_forward_hook(lambda m, x, y, low=low: y + x[0] @ low.t())
         return model
@@ -244,14 +305,19 @@ def with_formula(exported: Path) -> Callable[[Any], Any]:
     return change
 
 
-@pytest.mark.parametrize("which", ["run", "decomposed"])
+@pytest.mark.parametrize("which", ["run", long_row("decomposed")])
 def test_peft_s_files_and_merged_weights_are_one_model(
     which: str, base: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     run: Path = request.getfixturevalue(which)
-    assert "peft.PeftModel" in convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    assert "peft.PeftModel" in convert(
+        run, None, ("peft", str(tmp_path / "peft")), [], None, None, None
+    )
     convert(run, None, ("merged", str(tmp_path / "merged")), [], None, None, None)
-    adapted, merged = logits_of(base, with_formula(tmp_path / "peft")), logits_of(tmp_path / "merged")
+    adapted, merged = (
+        logits_of(base, with_formula(tmp_path / "peft")),
+        logits_of(tmp_path / "merged"),
+    )
     assert (adapted - logits_of(base)).abs().max() > 1e-3
     assert (adapted - merged).abs().max() <= 1e-12 * adapted.abs().max()
     with pytest.raises(UserError, match="MW-LAUNCH-074"):
@@ -270,8 +336,13 @@ def test_merging_rounds_once_to_float32(run: Path, base: Path, tmp_path: Path) -
 def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
     configure: Configure, place: Path, pool: RankPool, tmp_path: Path
 ) -> None:
-    model = {"builder": "meshwright_models.llama:build", "options": LLAMA | {"max_sequence_length": 16}}
-    config = configure("ours", {"dp": 1, "tp": 2}, 2, model=model, adapter=ADAPTER | {"targets": FUSED})
+    model = {
+        "builder": "meshwright_models.llama:build",
+        "options": LLAMA | {"max_sequence_length": 16},
+    }
+    config = configure(
+        "ours", {"dp": 1, "tp": 2}, 2, model=model, adapter=ADAPTER | {"targets": FUSED}
+    )
     run = trained(pool, config)
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     convert(run, None, ("merged", str(tmp_path / "merged")), [], None, None, None)
@@ -286,36 +357,55 @@ def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
         tensors[f"{name}.weight"] = tensors[f"{name}.weight"] - 2.0 * b @ a
     assert {"q_proj", "gate_proj"} <= {key.split(".")[6] for key in peft if ".layers.0." in key}
     qkv = read(checkpoint, "block0.attention.qkv.weight").view(2, 4, 4, 16)
-    assert torch.allclose(tensors["model.layers.0.self_attn.k_proj.weight"].view(2, 4, 16), qkv[:, 2], atol=1e-14)
+    assert torch.allclose(
+        tensors["model.layers.0.self_attn.k_proj.weight"].view(2, 4, 16), qkv[:, 2], atol=1e-14
+    )
 
 
+@pytest.mark.long
 def test_magnitudes_go_out_and_come_back(
     decomposed: Path, base: Path, corpus: Path, pool: RankPool, tmp_path: Path
 ) -> None:
-    """Run, export, import: the loss of all three, and the differences from the base's rows to rounding."""
+    """Run, export, import: the loss of all three,
+    and the differences from the base's rows to rounding.
+    """
     convert(decomposed, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     logits = logits_of(base, with_formula(tmp_path / "peft"))
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     for tp in (1, 2):
-        assert pool.run(loss_rank, tp, decomposed, tp)[0] == pytest.approx(float(expected), rel=1e-12)
+        assert pool.run(loss_rank, tp, decomposed, tp)[0] == pytest.approx(
+            float(expected), rel=1e-12
+        )
     data = [f"--data.train={corpus / 'train'}", "--data.sequence_length=12"]
     convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, data, None, None, None)
-    again, before = open_checkpoint(find(tmp_path / "back")[0].path), open_checkpoint(find(decomposed)[0].path)
+    again, before = (
+        open_checkpoint(find(tmp_path / "back")[0].path),
+        open_checkpoint(find(decomposed)[0].path),
+    )
     names = before.parameters(TensorKind.WEIGHTS)
-    assert again.parameters(TensorKind.WEIGHTS) == names and sum("magnitude" in name for name in names) == 14
+    assert (
+        again.parameters(TensorKind.WEIGHTS) == names
+        and sum("magnitude" in name for name in names) == 14
+    )
     for name in names:
         assert torch.allclose(read(again, name), read(before, name), rtol=0, atol=1e-14), name
         assert "magnitude" not in name or read(before, name).abs().max() > 1e-2
 
 
+@pytest.mark.long
 def test_adapters_of_peft_go_out_and_come_back(
     run: Path, base: Path, corpus: Path, pool: RankPool, tmp_path: Path
 ) -> None:
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     data = [f"--data.train={corpus / 'train'}", "--data.sequence_length=12"]
-    text = convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, data, None, None, None)
+    text = convert(
+        tmp_path / "back", ("peft", str(tmp_path / "peft")), None, data, None, None, None
+    )
     assert f"beside hf:{base}" in text and "rank 3 on 14 modules" in text
-    again, before = open_checkpoint(find(tmp_path / "back")[0].path), open_checkpoint(find(run)[0].path)
+    again, before = (
+        open_checkpoint(find(tmp_path / "back")[0].path),
+        open_checkpoint(find(run)[0].path),
+    )
     names = before.parameters(TensorKind.WEIGHTS)
     assert again.parameters(TensorKind.WEIGHTS) == names
     assert all(torch.equal(read(again, name), read(before, name)) for name in names)
@@ -329,32 +419,64 @@ def test_adapters_of_peft_go_out_and_come_back(
     ("change", "code"),
     [
         ({"lora_bias": True}, "MW-INTEROP-104"),
-        ({"use_dora": True}, "MW-INTEROP-103"),
-        ({"r": 4}, "MW-INTEROP-103"),
+        ({"use_dora": True}, "MW-INTEROP-113"),
+        long_row({"r": 4}, "MW-INTEROP-113"),
         ({"base_model_name_or_path": "someone/model"}, "MW-INTEROP-105"),
     ],
 )
-def test_adapters_that_are_not_imported(run: Path, tmp_path: Path, change: dict[str, Any], code: str) -> None:
+def test_adapters_that_are_not_imported(
+    run: Path, tmp_path: Path, change: dict[str, Any], code: str
+) -> None:
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     config = tmp_path / "peft" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(UserError, match=code, check=has_code("MW-INTEROP-103", "MW-INTEROP-104", "MW-INTEROP-105")):
-        convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, ["--data.train=x"], None, None, None)
+    with pytest.raises(
+        UserError, match=code, check=has_code("MW-INTEROP-113", "MW-INTEROP-104", "MW-INTEROP-105")
+    ):
+        convert(
+            tmp_path / "back",
+            ("peft", str(tmp_path / "peft")),
+            None,
+            ["--data.train=x"],
+            None,
+            None,
+            None,
+        )
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.long
 def test_an_imported_model_is_the_base_of_adapters_that_start_at_their_first_values(
     base: Path, corpus: Path, place: Path, pool: RankPool, tmp_path: Path
 ) -> None:
     run = place / "imported"
-    overrides = [f"--data.train={corpus / 'train'}", f"--data.tokenizer={corpus / 'tokenizer.json'}"]
-    convert(run, ("hf", str(base)), None, [*overrides, "--data.sequence_length=12"], None, None, None)
+    overrides = [
+        f"--data.train={corpus / 'train'}",
+        f"--data.tokenizer={corpus / 'tokenizer.json'}",
+    ]
+    convert(
+        run, ("hf", str(base)), None, [*overrides, "--data.sequence_length=12"], None, None, None
+    )
     before = {name: w.clone() for name, w in load_file(base / "model.safetensors").items()}
-    adapted = ["--adapter.rank=3", f"--adapter.targets={json.dumps(FUSED)}", "--train.steps=2", "--train.dtype=float32"]
-    more = ["--batch.micro_batch_size=1", "--batch.global_batch=4", "--parallel.dp=2", "--parallel.tp=2"]
+    adapted = [
+        "--adapter.rank=3",
+        f"--adapter.targets={json.dumps(FUSED)}",
+        "--train.steps=2",
+        "--train.dtype=float32",
+    ]
+    more = [
+        "--batch.micro_batch_size=1",
+        "--batch.global_batch=4",
+        "--parallel.dp=2",
+        "--parallel.tp=2",
+    ]
     more += ["--tracking.console=false", "--checkpoint.every=1", "--parallel.zero=3"]
     config = resolve(
-        load(run / "config.toml", [*adapted, *more, "--tracking.console=false", "--checkpoint.every=1"]), 4
+        load(
+            run / "config.toml",
+            [*adapted, *more, "--tracking.console=false", "--checkpoint.every=1"],
+        ),
+        4,
     )
     trained(pool, config)
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
@@ -373,7 +495,9 @@ def test_an_imported_model_is_the_base_of_adapters_that_start_at_their_first_val
 
 
 @pytest.mark.parametrize("which", ["run", "decomposed"])
-def test_peft_computes_the_same(which: str, base: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_peft_computes_the_same(
+    which: str, base: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Logits, and the gradients of A, B and the magnitudes of every target, in one process."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     run: Path = request.getfixturevalue(which)
@@ -390,14 +514,20 @@ def test_peft_computes_the_same(which: str, base: Path, tmp_path: Path, request:
     ours = {name: each.grad for name, each in layers.named_parameters() if each.requires_grad}
     assert len(gradients) == len(ours) == (28 if which == "run" else 42)
     for name, gradient in ours.items():
-        block, inner, factor = re.match(r"block(\d+)\.layer\.(.*)\.lora_([ab]|magnitude)", name).groups()  # type: ignore[union-attr]
+        block, inner, factor = re.match(
+            r"block(\d+)\.layer\.(.*)\.lora_([ab]|magnitude)", name
+        ).groups()  # type: ignore[union-attr]
         theirs_name = "magnitude_vector" if factor == "magnitude" else factor.upper()
-        wanted = gradients[f"base_model.model.model.layers.{block}.{inner}.lora_{theirs_name}.default.weight"]
+        wanted = gradients[
+            f"base_model.model.model.layers.{block}.{inner}.lora_{theirs_name}.default.weight"
+        ]
         assert gradient is not None and (gradient - wanted).norm() <= 1e-10 * wanted.norm(), name
 
 
 def own_layers(run: Path) -> torch.nn.Sequential:
-    """The layers of a run, with the base of its directory and the adapters of its newest checkpoint, in float64."""
+    """The layers of a run, with the base of its directory and the adapters
+    of its newest checkpoint, in float64.
+    """
     checkpoint = open_checkpoint(find(run)[0].path)
     model = configured_model(parse(json.dumps(checkpoint.manifest.config)))
     names = model.layers.named_parameters(remove_duplicate=False)
@@ -410,7 +540,9 @@ def own_layers(run: Path) -> torch.nn.Sequential:
 
 
 def test_a_function_that_a_checkpoint_names_for_its_groups_is_not_called() -> None:
-    """Export and merging build the model of a checkpoint's configuration, which may come from anyone."""
+    """Export and merging build the model of a checkpoint's configuration,
+    which may come from anyone.
+    """
     config = RunConfig.model_validate(
         {
             "model": {

@@ -1,4 +1,6 @@
-"""YAML that Megatron-Bridge writes and Megatron-LM's functional tests have, with values of this project's."""
+"""YAML that Megatron-Bridge writes and Megatron-LM's functional tests have,
+with values of this project's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Files as users of the others have them: keys and forms of their own examples, sizes and values of this project's."""
+"""Files as users of the others have them: keys and forms of their own examples,
+sizes and values of this project's.
+"""
 
 from __future__ import annotations
 
@@ -111,35 +113,6 @@ seed = 7
 """
 
 TORCHTITAN_JSON = json.dumps(tomllib.loads(TORCHTITAN_PIPELINE), indent=2)
-
-TORCHTITAN_2024 = """\
-[job]
-dump_folder = "./outputs"
-[model]
-name = "llama3"
-flavor = "70B"
-norm_type = "rmsnorm"
-tokenizer_path = "./torchtitan/datasets/tokenizer/original/tokenizer.model"
-[optimizer]
-name = "AdamW"
-lr = 1.5e-4
-[training]
-batch_size = 8
-seq_len = 8192
-warmup_steps = 200
-max_norm = 1.0
-steps = 1000
-data_parallel_degree = -1
-tensor_parallel_degree = 8
-compile = false
-dataset = "c4"
-[experimental]
-pipeline_parallel_degree = 4
-[checkpoint]
-enable_checkpoint = false
-[activation_checkpoint]
-mode = 'full'
-"""
 
 NANOTRON = """\
 checkpoints:

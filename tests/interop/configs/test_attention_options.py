@@ -1,4 +1,6 @@
-"""Options of attention that our Llama has: norms of q and k, head size, biases and a window keep their numbers."""
+"""Options of attention that our Llama has: norms of q and k, head size,
+biases and a window keep their numbers.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,14 @@ def llama(flags: str, heads: str = HEADS) -> str:
         ("--norm-epsilon 1e-6 --qk-layernorm", {"qk_norm": True, "norm_eps": 1e-6}),
     ],
 )
-def test_flags_of_megatron_become_options_of_llama(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
-    known = {name: value for name, value in options(tmp_path / "a.txt", llama("")).items() if name != "norm_eps"}
+def test_flags_of_megatron_become_options_of_llama(
+    tmp_path: Path, flags: str, expected: dict[str, Any]
+) -> None:
+    known = {
+        name: value
+        for name, value in options(tmp_path / "a.txt", llama("")).items()
+        if name != "norm_eps"
+    }
     found = options(tmp_path / "b.txt", llama(flags))
     assert found == known | {"norm_eps": 1e-5} | expected
 
@@ -57,7 +65,9 @@ def test_heads_may_be_of_another_size(tmp_path: Path) -> None:
 
 
 def test_the_window_has_the_tokens_of_megatrons_mask(tmp_path: Path) -> None:
-    """``get_sliding_window_causal_mask`` there: ``triu(-before)`` and ``tril(after)`` of a square of ones."""
+    """``get_sliding_window_causal_mask`` there:
+    ``triu(-before)`` and ``tril(after)`` of a square of ones.
+    """
     window = options(tmp_path / "a.txt", llama("--window-size 3,0"))["sliding_window"]
     theirs = torch.ones(8, 8, dtype=torch.bool).triu(-3).tril(0)
     assert torch.equal(AttentionCore(window).seen(range(8), range(8), torch.device("cpu")), theirs)
@@ -66,8 +76,14 @@ def test_the_window_has_the_tokens_of_megatrons_mask(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--window-size 3,3", "--window-size 3,3: meshwright has no model with a sliding window other than"),
-        ("--window-size 4", "--window-size 4: meshwright has no model with a sliding window other than"),
+        (
+            "--window-size 3,3",
+            "--window-size 3,3: meshwright has no model with a sliding window other than",
+        ),
+        (
+            "--window-size 4",
+            "--window-size 4: meshwright has no model with a sliding window other than",
+        ),
         ("--window-size 3,0 --window-attn-skip-freq 2", "a sliding window in some layers only"),
         ("--qk-l2-norm", "an L2 norm of q and k"),
     ],
@@ -90,24 +106,42 @@ QWEN = samples.NANOTRON.replace("is_llama_config: true", "is_qwen2_config: true"
 
 
 def nanotron(*lines: str, text: str = QWEN) -> str:
-    return text.replace("    hidden_act: silu", "\n".join(["    hidden_act: silu", *(f"    {line}" for line in lines)]))
+    return text.replace(
+        "    hidden_act: silu",
+        "\n".join(["    hidden_act: silu", *(f"    {line}" for line in lines)]),
+    )
 
 
 def test_nanotrons_qwen_has_biases_and_a_window(tmp_path: Path) -> None:
-    """Its kernel gets ``(sliding_window_size - 1, 0)``, so the size counts the token itself, as here."""
-    found = options(tmp_path / "a.yaml", nanotron("attention_bias: true", "sliding_window_size: 20"))
+    """Its kernel gets ``(sliding_window_size - 1, 0)``, so the size counts the token itself,
+    as here.
+    """
+    found = options(
+        tmp_path / "a.yaml", nanotron("attention_bias: true", "sliding_window_size: 20")
+    )
     assert (found["qkv_bias"], found["sliding_window"]) == (True, 20)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (nanotron("attention_bias: true", text=samples.NANOTRON), "biases in nanotron's Llama, which has none"),
-        (nanotron("sliding_window_size: 20", "_attn_implementation: flex_attention"), "outside of flash_attention_2"),
-        (nanotron("sliding_window_size: 20", "_use_qkv_packed: false"), "outside of flash_attention_2"),
+        (
+            nanotron("attention_bias: true", text=samples.NANOTRON),
+            "biases in nanotron's Llama, which has none",
+        ),
+        (
+            nanotron("sliding_window_size: 20", "_attn_implementation: flex_attention"),
+            "outside of flash_attention_2",
+        ),
+        (
+            nanotron("sliding_window_size: 20", "_use_qkv_packed: false"),
+            "outside of flash_attention_2",
+        ),
     ],
 )
-def test_where_nanotrons_numbers_are_others_it_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_where_nanotrons_numbers_are_others_it_is_refused(
+    tmp_path: Path, text: str, said: str
+) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, check=has_code("MW-INTEROP-030")) as caught:
@@ -121,9 +155,16 @@ def test_the_qwen3_of_torchtitan(tmp_path: Path, flavor: str, tied: bool) -> Non
     path = tmp_path / "a.toml"
     path.write_text(f'[model]\nname = "qwen3"\nflavor = "{flavor}"\n')
     found = convert_file(path).config.model.options
-    assert (found["head_dim"], found["qk_norm"], found["norm_eps"], found["tied"]) == (128, True, 1e-6, tied)
+    assert (found["head_dim"], found["qk_norm"], found["norm_eps"], found["tied"]) == (
+        128,
+        True,
+        1e-6,
+        tied,
+    )
     path.write_text('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n')
     with pytest.raises(
-        ConfigError, match="has no model with the flavor qwen3 30B-A3B", check=has_code("MW-INTEROP-030")
+        ConfigError,
+        match="30B-A3B",
+        check=has_code("MW-INTEROP-030"),
     ):
         convert_file(path)

@@ -1,4 +1,6 @@
-"""Whatever stands in a file: a configuration, or one error for people. Never a traceback, never without end."""
+"""Whatever stands in a file: a configuration, or one error for people. Never a traceback,
+never without end.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,16 @@ HUGE = "9" * 5000
     ("name", "text"),
     [
         ("a.txt", f"--lr-warmup-fraction 1e308 {samples.MEGATRON_FLAGS}"),
-        ("a.txt", f"--use-mup --softmax-scale 1e200 {samples.MEGATRON_FLAGS}"),
-        ("a.txt", f"--use-mup --mup-attn-scale-power 1000 {samples.MEGATRON_FLAGS}"),
         ("a.txt", f"--window-size {HUGE},0 {samples.MEGATRON_FLAGS}"),
-        ("a.txt", f"--rampup-batch-size 16 16 {HUGE} --global-batch-size 64 {samples.MEGATRON_FLAGS}"),
+        (
+            "a.txt",
+            f"--rampup-batch-size 16 16 {HUGE} --global-batch-size 64 {samples.MEGATRON_FLAGS}",
+        ),
         ("a.txt", samples.MEGATRON_LLAMA.replace("torchrun", "torchrun --nproc_per_node \u00b2")),
-        ("a.yaml", samples.NANOTRON.replace("parallelism:", "parallelism:\n  ddp_bucket_cap_mb: 1.0e308")),
+        (
+            "a.yaml",
+            samples.NANOTRON.replace("parallelism:", "parallelism:\n  ddp_bucket_cap_mb: 1.0e308"),
+        ),
         ("a.toml", samples.TORCHTITAN_PIPELINE + "\n[lr_scheduler]\ndecay_ratio = 1e308\n"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Documents and flags of other programs: named if known, else unknown; no suffix makes them a supported format."""
+"""Documents and flags of other programs are unknown; no suffix makes them a supported format."""
 
 from __future__ import annotations
 
@@ -14,42 +14,36 @@ from meshwright_interop.configs import convert_file
 from tests.interop.configs import samples
 from tests.support.errors import has_code
 
-NAMED = {
-    "a llm-foundry": """
+UNKNOWN = {
+    "accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_machines: 1\n",
+    "llm-foundry": (
+        """
 max_seq_len: 2048
 model: {name: mpt_causal_lm, d_model: 768, n_heads: 12, n_layers: 12}
 optimizer: {name: decoupled_adamw, lr: 6.0e-4}
 global_train_batch_size: 256
-""",
-    "an OLMo": """
-run_name: own
-model: {d_model: 2048, n_heads: 16, n_layers: 16, mlp_ratio: 8}
-optimizer: {name: adamw, learning_rate: 4.0e-4}
-max_duration: 1ep
-tokenizer: {identifier: a/b}
-""",
-    "an OLMo configuration": (
-        "model: {_CLASS_: olmo_core.nn.TransformerConfig, d_model: 64}\ntrainer: {save_folder: a}\n"
+"""
     ),
-    "a Kubernetes manifest": "apiVersion: v1\nkind: Pod\nmetadata: {name: x}\n",
-    "a compose file": "services:\n  web: {image: nginx}\n",
-    "a LLaMA-Factory": "model_name_or_path: a/b\nstage: sft\ntemplate: llama3\nfinetuning_type: lora\n",
-    "a torchtune": "tokenizer: {path: a}\noptimizer: {_component_: torch.optim.AdamW, lr: 2e-5}\nepochs: 1\n",
-    "a NeMo": "_target_: x\nmodel: {_target_: nemo.collections.llm.LlamaModel}\ntrainer: {devices: 8}\n",
-    "a PyTorch Lightning": "trainer: {accelerator: gpu, devices: 8}\nmodel: {class_path: mine.Model}\n",
-    "a Hydra": "defaults: [base]\nmodel: {_target_: src.models.Net}\ntrain: {lr: 1}\noptimizer: {}\nscheduler: {}\n",
-    "a picotron": "distributed: {tp_size: 2, pp_size: 1, dp_size: 4}\nmodel: {num_hidden_layers: 3}\ntraining: {}\n",
-    "a MaxText": "base_emb_dim: 2048\nbase_mlp_dim: 8192\nper_device_batch_size: 4\n",
-    "a fairseq": "task: {_name: language_modeling}\noptimization: {lr: [0.1]}\ndataset: {max_tokens: 2048}\n",
-    "a DeepSpeed": "train_batch_size: 8\nbf16: {enabled: true}\ngradient_clipping: 1.0\n",
-    "the settings of a run that wandb": "wandb_version: 1\nlearning_rate: {value: 0.1}\n",
-}
-UNKNOWN = {
+    "NeMo": (
+        "_target_: x\nmodel: {_target_: nemo.collections.llm.LlamaModel}\ntrainer: {devices: 8}\n"
+    ),
+    "Hydra": (
+        "defaults: [base]\nmodel: {_target_: src.models.Net}\ntrain: {lr: 1}\noptimizer:"
+        " {}\nscheduler: {}\n"
+    ),
+    "picotron": (
+        "distributed: {tp_size: 2, pp_size: 1, dp_size: 4}\nmodel: {num_hidden_layers:"
+        " 3}\ntraining: {}\n"
+    ),
+    "DeepSpeed": "train_batch_size: 8\nbf16: {enabled: true}\ngradient_clipping: 1.0\n",
+    "a model of Hugging Face": "model_type: llama\narchitectures: [LlamaForCausalLM]\n",
     "own script": (
-        "seed: 100\ntrainset_path: /data\nseq_len: 2048\nmodel: pythia-160m\nmicro_batch_size: 16\nlr: 3.e-3\n"
+        "seed: 100\ntrainset_path: /data\nseq_len: 2048\nmodel: pythia-160m\nmicro_batch_size:"
+        " 16\nlr: 3.e-3\n"
     ),
     "the four usual sections": (
-        "model: {dim: 64, n_layers: 2}\ntrain: {steps: 10}\noptimizer: {lr: 0.1}\nscheduler: {name: cosine}\n"
+        "model: {dim: 64, n_layers: 2}\ntrain: {steps: 10}\noptimizer: {lr: 0.1}\nscheduler: {name:"
+        " cosine}\n"
     ),
     "sections of torchtitan's names": (
         "training: {epochs: 3, batch_size: 8}\nlr_scheduler: {name: cosine}\njob: {name: x}\n"
@@ -65,18 +59,15 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json", ".toml"])
-@pytest.mark.parametrize("name", [*NAMED, *UNKNOWN])
-def test_a_document_of_another_program_is_named_or_unknown(tmp_path: Path, name: str, suffix: str) -> None:
-    path = written(tmp_path / f"a{suffix}", (NAMED | UNKNOWN)[name])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_document_of_another_program_is_unknown(tmp_path: Path, name: str, suffix: str) -> None:
+    path = written(tmp_path / f"a{suffix}", UNKNOWN[name])
     if path is None:
         return
-    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-090", "MW-INTEROP-142")) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-142")) as caught:
         convert_file(path)
-    said = str(caught.value)
-    if name in NAMED:
-        assert caught.value.code == "MW-INTEROP-090" and name in said
-    else:
-        assert caught.value.code == "MW-INTEROP-142" and "--from" in said and "meshwright init" in said
+    for way in ("--from", "meshwright init", "hf:DIR"):
+        assert way in str(caught.value)
 
 
 def written(path: Path, text: str) -> Path | None:
@@ -86,8 +77,14 @@ def written(path: Path, text: str) -> Path | None:
         text = json.dumps(document)
     elif path.suffix == ".toml":
         keys = {key: value for key, value in document.items() if isinstance(key, str)}
-        plain = [f"{key} = {json.dumps(value)}" for key, value in keys.items() if not isinstance(value, dict)]
-        tables = [f"{key} = {inline(value)}" for key, value in keys.items() if isinstance(value, dict)]
+        plain = [
+            f"{key} = {json.dumps(value)}"
+            for key, value in keys.items()
+            if not isinstance(value, dict)
+        ]
+        tables = [
+            f"{key} = {inline(value)}" for key, value in keys.items() if isinstance(value, dict)
+        ]
         text = "\n".join([*plain, *tables])
         if not keys:
             return None
@@ -105,7 +102,9 @@ def inline(value: object) -> str:
 def test_keys_in_the_message_are_few_and_short(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("".join(f"{'k' * 900}{i}: 1\n" for i in range(50)))
-    with pytest.raises(ConfigError, match="and 42 more", check=has_code("MW-INTEROP-142")) as caught:
+    with pytest.raises(
+        ConfigError, match="and 42 more", check=has_code("MW-INTEROP-142")
+    ) as caught:
         convert_file(path)
     assert len(str(caught.value)) < 1500
 
@@ -113,8 +112,14 @@ def test_keys_in_the_message_are_few_and_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("accelerate launch train.py --model_name_or_path a/b --bf16\n", "the flags of train.py are not"),
-        ("NCCL_DEBUG=INFO deepspeed --num_gpus 8 run.py --deepspeed ds.json\n", "the flags of run.py are not"),
+        (
+            "accelerate launch train.py --model_name_or_path a/b --bf16\n",
+            "the flags of train.py are not",
+        ),
+        (
+            "NCCL_DEBUG=INFO deepspeed --num_gpus 8 run.py --deepspeed ds.json\n",
+            "the flags of run.py are not",
+        ),
         (
             "python train_gpt2.py --input_bin 'a*.bin' --batch_size 64 --num_iterations 9\n",
             "the flags of train_gpt2.py are not",
@@ -125,26 +130,32 @@ def test_keys_in_the_message_are_few_and_short(tmp_path: Path) -> None:
 def test_flags_of_another_program_are_not_megatrons(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "a.txt"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="--from megatron", check=has_code("MW-INTEROP-143")) as caught:
+    with pytest.raises(
+        ConfigError, match="--from megatron", check=has_code("MW-INTEROP-143")
+    ) as caught:
         convert_file(path)
     assert said in str(caught.value)
 
 
 def test_the_users_word_counts_where_the_keys_do_not_tell(tmp_path: Path) -> None:
-    """The start of a file of nanotron's, and Megatron-LM's flags of a fork: read as what ``--from`` names."""
+    """The start of a file of nanotron's, and Megatron-LM's flags of a fork:
+    read as what ``--from`` names.
+    """
     path = tmp_path / "a.yaml"
     path.write_text("tokens:\n  train_steps: 3\n")
     with pytest.raises(ConfigError, check=has_code("MW-INTEROP-142")):
         convert_file(path)
-    with pytest.raises(ConfigError, match="is_llama_config and is_qwen2_config"):
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-030")):
         convert_file(path, "nanotron")
     flags = tmp_path / "a.txt"
     flags.write_text("torchrun train.py --bf16\n")
-    with pytest.raises(ConfigError, match=r"a.txt:1: train.py: meshwright has no model"):
+    with pytest.raises(ConfigError, match=r"a.txt:1: train.py: ", check=has_code("MW-INTEROP-030")):
         convert_file(flags, "megatron")
 
 
-@pytest.mark.parametrize("left_out", ["general", "logging", "tokenizer", "data_stages", "checkpoints", "model"])
+@pytest.mark.parametrize(
+    "left_out", ["general", "logging", "tokenizer", "data_stages", "checkpoints", "model"]
+)
 def test_nanotron_is_found_without_one_of_its_sections(tmp_path: Path, left_out: str) -> None:
     document = yaml.safe_load(samples.NANOTRON)
     del document[left_out]

@@ -1,4 +1,6 @@
-"""Small random models of transformers, as their users have them: a directory with a configuration, perhaps weights."""
+"""Small random models of transformers, as their users have them: a directory with a configuration,
+perhaps weights.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,14 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
     "gemma2": WINDOW,
     "gemma3_text": WINDOW,
-    "cohere2": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], **WINDOW},
-    "olmo3": {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], **WINDOW},
+    "cohere2": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **WINDOW,
+    },
+    "olmo3": {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **WINDOW,
+    },
     "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
     "phi3": {"resid_pdrop": 0.1},
     "gpt_neox": {"hidden_dropout": 0.1},
@@ -87,12 +95,21 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "bamba": {"mamba_n_heads": 8},
     "granitemoehybrid": {"mamba_n_heads": 8},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},
+    "falcon_h1": {
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "chunk_size": 8},
     "opt": {"dropout": 0.0},
     "xglm": {"dropout": 0.0},
     "trocr": {"dropout": 0.0},
-    "roc_bert": {f"{part}_{size}": 67 for part in ("pronunciation", "shape") for size in ("vocab_size", "embed_dim")},
+    "roc_bert": {
+        f"{part}_{size}": 67
+        for part in ("pronunciation", "shape")
+        for size in ("vocab_size", "embed_dim")
+    },
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global"], 3]]},
@@ -104,9 +121,16 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": LATENT | {"num_layers": 2, "zero_expert_num": 4},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
     },
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "biogpt": {"hidden_dropout_prob": 0.0},
     "big_bird": {"attention_type": "original_full"},
@@ -114,7 +138,9 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart"), DECODER),
     **dict.fromkeys(("mvp", "pegasus", "plbart", "whisper"), DECODER),
 }
-"""What makes an architecture itself: windows, ties, scalings, dropouts in modules; and sizes that fit each other."""
+"""What makes an architecture itself: windows, ties, scalings, dropouts in modules;
+and sizes that fit each other.
+"""
 
 
 COMPOSITE = ("emu3", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
@@ -135,7 +161,9 @@ def _small(of_kind: Any) -> dict[str, Any]:
     return {name: value for name, value in SMALL.items() if name in known}
 
 
-def directory(kind: str, place: Path, *, weights: bool = False, shard: str = "5GB", **more: Any) -> Path:
+def directory(
+    kind: str, place: Path, *, weights: bool = False, shard: str = "5GB", **more: Any
+) -> Path:
     """``place/kind`` with the configuration, and with weights where they are asked for."""
     config, path = configuration(kind, **more), place / kind
     if weights:

@@ -21,14 +21,18 @@ class Written(NamedTuple):
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
-    """``written(case, dtype)``: in several files of at most 20 kB, with a tokenizer. Not to be changed."""
+    """``written(case, dtype)``: in several files of at most 20 kB, with a tokenizer.
+    Not to be changed.
+    """
     pytest.importorskip("transformers")
     made: dict[tuple[str, torch.dtype], Written] = {}
 
     def write(name: str, dtype: torch.dtype = torch.float32) -> Written:
         if (name, dtype) not in made:
             path = tmp_path_factory.mktemp("theirs") / "model"
-            made[name, dtype] = Written(path, theirs.write(name, path, shard_size="20KB", dtype=dtype))
+            made[name, dtype] = Written(
+                path, theirs.write(name, path, shard_size="20KB", dtype=dtype)
+            )
         return made[name, dtype]
 
     return write

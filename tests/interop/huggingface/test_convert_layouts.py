@@ -1,4 +1,6 @@
-"""What Llama's relatives have beside it, in every layout; and training that starts from imported weights."""
+"""What Llama's relatives have beside it, in every layout;
+and training that starts from imported weights.
+"""
 
 from __future__ import annotations
 
@@ -25,31 +27,39 @@ from meshwright_launch.cli import main
 from meshwright_launch.pool import RankError, RankPool
 from meshwright_models.attention import AttentionCore
 from tests.end_to_end.driving import changed, differing, layout, lines, tensors, train
-from tests.framework.verify.cases import References, model_config, prove, size_for
+from tests.framework.verify.cases import References, assert_agrees, model_config, size_for
 from tests.interop.huggingface import theirs
 from tests.interop.huggingface.conftest import Written
 from tests.interop.huggingface.test_convert_families import files, same_bits
+from tests.support.marks import long_row
 from tests.support.plain import load_plain
 
-ALL = {"head_dim": 6, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True, "sliding_window": 3}
+ALL = {
+    "head_dim": 6,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "sliding_window": 3,
+}
 
 
-@pytest.mark.parametrize("text", ["tp2", "pp2,tp2,sequence"])
+@pytest.mark.parametrize("text", ["tp2", long_row("pp2,tp2,sequence")])
 def test_the_options_of_the_relatives_in_every_layout(text: str, pool: RankPool) -> None:
-    """Biases of rows and columns, norms over a head's queries and keys, a window, a head_dim of its own; float64."""
+    """Biases of rows and columns, norms over a head's queries and keys, a window,
+    a head_dim of its own; float64.
+    """
     laid_out = parse_layout(text)
     size = size_for(laid_out)
     config = model_config("llama", size, **ALL)
-    row = prove(config, laid_out, pool, References(), global_batch=size.global_batch, steps=2, twice=False)
-    assert row.passed, row
+    assert_agrees(config, laid_out, pool, References(), global_batch=size.global_batch, steps=2)
 
 
 def test_an_unscaled_head_that_is_tied_in_a_pipeline(pool: RankPool) -> None:
     laid_out = parse_layout("pp2")
     size = size_for(laid_out)
     config = model_config("t5", size, scaled=False, gated=True)
-    row = prove(config, laid_out, pool, References(), global_batch=size.global_batch, steps=2, twice=False)
-    assert row.passed, row
+    assert_agrees(config, laid_out, pool, References(), global_batch=size.global_batch, steps=2)
 
 
 def test_the_window_is_the_same_with_and_without_the_fused_kernel() -> None:
@@ -59,7 +69,9 @@ def test_the_window_is_the_same_with_and_without_the_fused_kernel() -> None:
         torch.testing.assert_close(core(q, k, v, nn.Identity()), core(q, k, v, None))
         far = copy.deepcopy(k)
         far[:, :, 0] += 1.0  # seen by the first `window` queries alone
-        changed_rows = (core(q, far, v, None) - core(q, k, v, None)).abs().amax(dim=(0, 1, 3)) > 1e-12
+        changed_rows = (core(q, far, v, None) - core(q, k, v, None)).abs().amax(
+            dim=(0, 1, 3)
+        ) > 1e-12
         # the first query sees one key only, whose share is 1 whatever it is
         assert changed_rows.tolist() == [0 < row < window for row in range(9)]
 
@@ -92,9 +104,17 @@ def fine_tuning(config: RunConfig, text: str, **sections: dict[str, Any]) -> Run
     )
 
 
-@pytest.mark.parametrize(("name", "text"), [("gpt2", "dp2,pp2,tp2"), ("mistral, window", "dp2,tp2,zero3,sequence")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [long_row("gpt2", "dp2,pp2,tp2"), ("mistral, window", "dp2,tp2,zero3,sequence")],
+)
 def test_fine_tuning_begins_with_their_loss_and_comes_back_from_any_layout(
-    name: str, text: str, written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
+    name: str,
+    text: str,
+    written: Callable[..., Written],
+    corpus: Path,
+    tmp_path: Path,
+    pool: RankPool,
 ) -> None:
     path, model = written(name, torch.float64)
     words = [f"--data.train={corpus / 'train'}", f"--data.validation={corpus / 'validation'}"]
@@ -109,34 +129,51 @@ def test_fine_tuning_begins_with_their_loss_and_comes_back_from_any_layout(
     source = open_sources(one)[0]
     ids, labels = source.read(range(4))
     with torch.no_grad():
-        expected = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+        expected = F.cross_entropy(
+            model(ids).logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE
+        )
     first = lines(one)[0]
-    assert first["train/loss"] == pytest.approx(float(expected), rel=1e-5 if "rope" in str(model.config) else 1e-10)
+    assert first["train/loss"] == pytest.approx(
+        float(expected), rel=1e-5 if "rope" in str(model.config) else 1e-10
+    )
 
-    # and what this layout has trained is the same, tensor for tensor, in their form and back in ours
-    saved = find(run_directory(one))[0]
+    # and what this layout has trained is the same, tensor for tensor, in their form and back in
+    # ours
+    saved = find(run_directory(one.run))[0]
     assert saved.step == 2
     taken = export_checkpoint(saved.path, tmp_path / "out", shard_bytes=40_000)
     back = import_model(taken.path, tmp_path / "back")
-    weights = {n: t for n, t in tensors(run_directory(one)).items() if n.startswith("weights/")}
+    weights = {n: t for n, t in tensors(run_directory(one.run)).items() if n.startswith("weights/")}
     assert not differing(tensors(tmp_path / "back"), weights)
     assert back.config.model.options == one.model.options
-    assert any(not torch.equal(found, files(path)[key]) for key, found in files(taken.path).items()), "it was trained"
+    assert any(
+        not torch.equal(found, files(path)[key]) for key, found in files(taken.path).items()
+    ), "it was trained"
 
 
 def test_a_run_in_bfloat16_keeps_master_weights_from_the_first_step(
     written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
-    """Weights that were F32 are not rounded on their way into the masters; they are what --dtype float32 gives back."""
+    """Weights that were F32 are not rounded on their way into the masters;
+    they are what --dtype float32 gives back.
+    """
     path, _ = written("llama 3")
-    words = [f"--data.train={corpus / 'train'}", "--data.sequence_length=16", "--train.dtype=bfloat16"]
+    words = [
+        f"--data.train={corpus / 'train'}",
+        "--data.sequence_length=16",
+        "--train.dtype=bfloat16",
+    ]
     words += ["--optimizer.learning_rate=1e-30", "--optimizer.min_learning_rate=0.0"]
     done = import_model(path, tmp_path / "run", words)
     one = fine_tuning(done.config, "dp2,pp2")
-    one = changed(one, optimizer={"learning_rate": 1e-30, "min_learning_rate": 0.0, "weight_decay": 0.0})
+    one = changed(
+        one, optimizer={"learning_rate": 1e-30, "min_learning_rate": 0.0, "weight_decay": 0.0}
+    )
     train(pool, one)
-    saved = find(run_directory(one))[0].path
-    same_bits(files(export_checkpoint(saved, tmp_path / "float32", dtype="float32").path), files(path))
+    saved = find(run_directory(one.run))[0].path
+    same_bits(
+        files(export_checkpoint(saved, tmp_path / "float32", dtype="float32").path), files(path)
+    )
     rounded = {name: tensor.bfloat16() for name, tensor in files(path).items()}
     same_bits(files(export_checkpoint(saved, tmp_path / "saved").path), rounded)
 
@@ -145,14 +182,23 @@ def test_the_settings_of_an_imported_run_may_change_but_not_its_model(
     written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     path, _ = written("gpt2")
-    done = import_model(path, tmp_path / "run", [f"--data.train={corpus / 'train'}", "--data.sequence_length=16"])
+    done = import_model(
+        path, tmp_path / "run", [f"--data.train={corpus / 'train'}", "--data.sequence_length=16"]
+    )
     other = fine_tuning(done.config, "pp2,tp2", run={"seed": 5}, data={"sequence_length": 12})
     other = changed(other, model={"options": other.model.options | {"dropout": 0.3}})
     said = train(pool, other)
-    for line in ("changed: data.sequence_length: 16 -> 12", "changed: model.options.dropout: 0.1 -> 0.3"):
+    for line in (
+        "changed: data.sequence_length: 16 -> 12",
+        "changed: model.options.dropout: 0.1 -> 0.3",
+    ):
         assert line in said
-    another = changed(done.config, model={"options": done.config.model.options | {"norm_eps": 1e-6}})
-    with pytest.raises(RankError, match=r"model\.options\.norm_eps was 1e-05 and is 1e-06: it is another model"):
+    another = changed(
+        done.config, model={"options": done.config.model.options | {"norm_eps": 1e-6}}
+    )
+    with pytest.raises(
+        RankError, match=r"model\.options\.norm_eps was 1e-05 and is 1e-06: it is another model"
+    ):
         train(pool, fine_tuning(another, ""))
 
 
@@ -170,7 +216,16 @@ def test_sample_writes_with_it_until_the_end_that_its_files_name(
     end = next(token for token in tokens[3:] if token not in tokens[:3])
     (source / "generation_config.json").write_text(f'{{"eos_token_id": [98, {end}]}}')
     import_model(source, tmp_path / "run")
-    words = ["sample", str(tmp_path / "run"), "--prompt", "w5 w6", "--tokens", "6", "--temperature", "0"]
+    words = [
+        "sample",
+        str(tmp_path / "run"),
+        "--prompt",
+        "w5 w6",
+        "--tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
     assert main(words) == 0
     expected = theirs.greedy(layers, [5, 6], 6, {98, end})
     assert len(expected) > 3 and expected[-1] == end

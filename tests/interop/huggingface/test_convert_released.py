@@ -1,4 +1,6 @@
-"""The configurations of released models are read without a word of doubt, and give models of their very size."""
+"""The configurations of released models are read without a word of doubt,
+and give models of their very size.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,16 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import build_model
-from meshwright_interop.huggingface.convert.families import family_of_model, family_of_type, with_defaults
+from meshwright_interop.huggingface.convert.families import (
+    family_of_model,
+    family_of_type,
+    with_defaults,
+)
 from meshwright_interop.huggingface.convert.settings import Settings
 from tests.interop.huggingface import theirs
 from tests.interop.huggingface.released import RELEASED
 from tests.support.errors import has_code
+from tests.support.marks import long_row
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -44,7 +51,7 @@ def test_they_are_read_whole_and_have_the_parameters_that_are_published(name: st
         if fields.get(field) is not None and field not in ("max_window_layers", "sliding_window"):
             assert fields[field] == value, field
     config = RunConfig.model_validate({"model": {"builder": family.builder, "options": options}})
-    assert family_of_model(config, family.model_type) is family
+    assert family_of_model(config.model, family.model_type) is family
 
 
 STRANGE: list[Any] = [
@@ -68,16 +75,39 @@ STRANGE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama 3.1", "mistral, window", "qwen2, window", "qwen3", "t5, version 1.1"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama 3.1", "mistral, window", "qwen2, window", "qwen3", long_row("t5, version 1.1")],
+)
 def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
     """A model is built of it, or it is named; never another kind of failure."""
     case = theirs.CASES[name]
     model_type = case.config.removesuffix("Config").lower()
     family = family_of_type(model_type, "config.json")
-    extra = {"head_dim": 8, "layer_types": None, "rope_scaling": None, "tie_word_embeddings": False, "n_inner": None}
-    extra |= {"attention_bias": False, "mlp_bias": False, "partial_rotary_factor": None, "quantization_config": None}
-    extra |= {"max_window_layers": 0, "sliding_window": None, "scale_decoder_outputs": None, "pad_token_id": None}
-    fields = extra | {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "resid_pdrop": 0.1} | case.settings
+    extra = {
+        "head_dim": 8,
+        "layer_types": None,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "n_inner": None,
+    }
+    extra |= {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": None,
+        "quantization_config": None,
+    }
+    extra |= {
+        "max_window_layers": 0,
+        "sliding_window": None,
+        "scale_decoder_outputs": None,
+        "pad_token_id": None,
+    }
+    fields = (
+        extra
+        | {"rms_norm_eps": 1e-6, "layer_norm_epsilon": 1e-6, "resid_pdrop": 0.1}
+        | case.settings
+    )
     rope = fields.get("rope_parameters") or {}
     spoiled = [{field: value} for field in fields for value in STRANGE]
     spoiled += [{"rope_parameters": rope | {field: value}} for field in rope for value in STRANGE]
@@ -123,17 +153,33 @@ def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
         ),
     ],
 )
-def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(options: dict[str, Any], said: str) -> None:
-    sizes = {"vocab_size": 99, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 40}
+def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(
+    options: dict[str, Any], said: str
+) -> None:
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 40,
+    }
     config = RunConfig.model_validate(
         {"model": {"builder": "meshwright_models.llama:build", "options": sizes | options}}
     )
     if " " in said:
         with pytest.raises(UserError, check=has_code("MW-INTEROP-033")) as error:
-            family_of_model(config)
+            family_of_model(config.model)
         assert re.search(said, error.value.message) and len(error.value.message) < 500
         return
-    family = family_of_model(config)
+    family = family_of_model(config.model)
     assert family.model_type == said
-    with pytest.raises(UserError, match="transformers has no names for its tensors", check=has_code("MW-INTEROP-032")):
-        family_of_model(config.model_copy(update={"model": config.model.model_copy(update={"builder": "my.own:net"})}))
+    with pytest.raises(
+        UserError,
+        check=has_code("MW-INTEROP-032"),
+    ):
+        family_of_model(
+            config.model_copy(
+                update={"model": config.model.model_copy(update={"builder": "my.own:net"})}
+            ).model
+        )

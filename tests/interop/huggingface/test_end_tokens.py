@@ -64,15 +64,25 @@ def fields(folder: Path, name: str) -> dict[str, Any]:
 
 def test_the_end_of_the_documents_is_the_end_of_generation(tokenizer: Path, tmp_path: Path) -> None:
     config = config_of(train=corpus(tmp_path, tokenizer, "one", END))
-    folder = exported(tmp_path, tokenizer, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
-    notes = add_document_ends(folder, config)
-    assert notes == [f"eos_token_id = {END_ID}: the documents of the training corpus end with '{END}'"]
-    assert fields(folder, "config")["eos_token_id"] == fields(folder, "generation_config")["eos_token_id"] == END_ID
+    folder = exported(
+        tmp_path, tokenizer, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"}
+    )
+    notes = add_document_ends(folder, config.data)
+    assert notes == [
+        f"eos_token_id = {END_ID}: the documents of the training corpus end with '{END}'"
+    ]
+    assert (
+        fields(folder, "config")["eos_token_id"]
+        == fields(folder, "generation_config")["eos_token_id"]
+        == END_ID
+    )
     assert fields(folder, "tokenizer_config")["eos_token"] == END
 
 
 @pytest.mark.parametrize("known", [END_ID, [END_ID, 5]], ids=["one", "several"])
-def test_another_end_than_the_files_name_is_added_before_them(known: Any, tokenizer: Path, tmp_path: Path) -> None:
+def test_another_end_than_the_files_name_is_added_before_them(
+    known: Any, tokenizer: Path, tmp_path: Path
+) -> None:
     config = config_of(train=corpus(tmp_path, tokenizer, "one", TURN))
     folder = exported(
         tmp_path,
@@ -82,7 +92,7 @@ def test_another_end_than_the_files_name_is_added_before_them(known: Any, tokeni
         tokenizer_config={"eos_token": {"content": END}},
         special_tokens_map={"eos_token": END, "pad_token": "x"},
     )
-    assert add_document_ends(folder, config)
+    assert add_document_ends(folder, config.data)
     ids = [TURN_ID, *(known if isinstance(known, list) else [known])]
     assert fields(folder, "generation_config") == {"eos_token_id": ids, "top_p": 0.5}
     assert fields(folder, "config")["eos_token_id"] == ids
@@ -93,26 +103,34 @@ def test_files_that_have_it_stay_as_they_are(tokenizer: Path, tmp_path: Path) ->
     config = config_of(train=corpus(tmp_path, tokenizer, "one", TURN))
     folder = exported(tmp_path, tokenizer, generation_config={"eos_token_id": [END_ID, TURN_ID]})
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert add_document_ends(folder, config) == []
+    assert add_document_ends(folder, config.data) == []
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_corpora_with_different_ends(tokenizer: Path, tmp_path: Path) -> None:
     """Of a mixture, and of a later stage: each of them ends a text."""
-    one, other = (corpus(tmp_path, tokenizer, name, end) for name, end in (("one", END), ("other", TURN)))
+    one, other = (
+        corpus(tmp_path, tokenizer, name, end) for name, end in (("one", END), ("other", TURN))
+    )
     folder = exported(tmp_path, tokenizer)
-    add_document_ends(folder, config_of(train=[{"path": one, "weight": 1}, {"path": other, "weight": 1}]))
+    add_document_ends(
+        folder, config_of(train=[{"path": one, "weight": 1}, {"path": other, "weight": 1}]).data
+    )
     assert fields(folder, "config")["eos_token_id"] == [END_ID, TURN_ID]
     folder = exported(tmp_path, tokenizer)
-    add_document_ends(folder, config_of(train=other, stages=[{"train": one, "from_step": 5}]))
+    add_document_ends(folder, config_of(train=other, stages=[{"train": one, "from_step": 5}]).data)
     assert fields(folder, "config")["eos_token_id"] == [TURN_ID, END_ID]
 
 
-def test_a_tokenizer_is_found_beside_the_corpus_and_in_the_model(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_found_beside_the_corpus_and_in_the_model(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     """`meshwright sample` of an adapter's run, whose configuration names none."""
     prefix = corpus(tmp_path, tokenizer, "one", END)
     assert find_tokenizer(config_of(train=prefix).data) == tmp_path / "one" / "tokenizer.json"
     elsewhere = config_of(train=str(tmp_path / "moved" / "train")).data
     assert find_tokenizer(elsewhere) is None
     assert find_tokenizer(elsewhere, tokenizer) == tokenizer / "tokenizer.json"
-    assert find_tokenizer(config_of(train=prefix, tokenizer="own.json").data, tokenizer) == Path("own.json")
+    assert find_tokenizer(config_of(train=prefix, tokenizer="own.json").data, tokenizer) == Path(
+        "own.json"
+    )

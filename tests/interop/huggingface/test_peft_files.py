@@ -1,4 +1,6 @@
-"""Settings of peft's adapters: plain LoRA is imported, everything that makes another model of it is refused by name."""
+"""Settings of peft's adapters: plain LoRA is imported,
+everything that makes another model of it is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,24 @@ DEFAULTS: dict[str, Any] = {
 """The adapter_config.json that peft 0.21.2 writes for ``LoraConfig(target_modules=["q_proj"])``."""
 HARMLESS: list[dict[str, Any]] = [
     *({"init_lora_weights": value} for value in (False, None, "gaussian", "eva", "orthogonal")),
-    {"base_model_name_or_path": "/m", "revision": "main", "task_type": "CAUSAL_LM", "inference_mode": True},
+    {
+        "base_model_name_or_path": "/m",
+        "revision": "main",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+    },
     {"auto_mapping": {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers"}},
-    {"exclude_modules": ["lm_head"], "layers_to_transform": [0], "layers_pattern": "layers", "fan_in_fan_out": True},
-    {"init_lora_weights": True, "corda_config": {"corda_method": "ipm"}, "loftq_config": {"loftq_bits": 4}},
+    {
+        "exclude_modules": ["lm_head"],
+        "layers_to_transform": [0],
+        "layers_pattern": "layers",
+        "fan_in_fan_out": True,
+    },
+    {
+        "init_lora_weights": True,
+        "corda_config": {"corda_method": "ipm"},
+        "loftq_config": {"loftq_bits": 4},
+    },
 ]
 CHANGED = ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "mica", ["pissa"])
 OTHER: list[dict[str, Any]] = [
@@ -95,12 +111,19 @@ def test_settings_that_change_no_number_are_left_out(changes: dict[str, Any]) ->
 
 @pytest.mark.parametrize("value", CHANGED, ids=str)
 def test_adapters_of_a_changed_base_are_refused(value: Any) -> None:
-    """PiSSA and others take the initial B A off the base's weights: on the unchanged base they are another model."""
+    """PiSSA and others take the initial B A off the base's weights:
+    on the unchanged base they are another model.
+    """
     with pytest.raises(
-        ModelError, match="path_initial_model_for_weight_conversion", check=has_code("MW-INTEROP-104")
+        ModelError,
+        match="path_initial_model_for_weight_conversion",
+        check=has_code("MW-INTEROP-104"),
     ) as caught:
         settings_of(DEFAULTS | {"init_lora_weights": value}, Path("a"))
-    assert caught.value.code == "MW-INTEROP-104" and f"init_lora_weights = {json.dumps(value)}" in str(caught.value)
+    assert (
+        caught.value.code == "MW-INTEROP-104"
+        and f"init_lora_weights = {json.dumps(value)}" in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("changes", OTHER, ids=str)
@@ -108,4 +131,7 @@ def test_adapters_that_are_more_than_lora_are_refused(changes: dict[str, Any]) -
     with pytest.raises(ModelError, check=has_code("MW-INTEROP-104")) as caught:
         settings_of(DEFAULTS | changes, Path("a"))
     ((key, value),) = changes.items()
-    assert caught.value.code == "MW-INTEROP-104" and f"{key} = {json.dumps(value)}: only LoRA" in str(caught.value)
+    assert (
+        caught.value.code == "MW-INTEROP-104"
+        and f"{key} = {json.dumps(value)}: only LoRA" in str(caught.value)
+    )

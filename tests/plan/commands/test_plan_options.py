@@ -1,4 +1,6 @@
-"""Options of a plan that exclude each other, devices of a dry run's cluster, and what a plan says of the states."""
+"""Options of a plan that exclude each other, devices of a dry run's cluster,
+and what a plan says of the states.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from meshwright_launch.cli import main
 from meshwright_launch.pool import RankPool
 from meshwright_plan.commands import calibration
 from tests.plan.commands.test_plan import CONFIG, NO_CORPUS
+from tests.support.marks import long_row
 
 PLAN = ["--cluster", "h100", "--nodes", "1", "--devices-per-node", "2", "--global-batch", "8"]
 
@@ -29,8 +32,9 @@ def config(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sweep-nodes", "1,2", "--why", "tp=2"], "--why: a sweep prints the best layout of each size alone"),
+        (["--sweep-nodes", "1,2", "--why", "tp=2"], "--why: a sweep"),
         (["--sweep-batch", "8", "--why", "tp=2", "--best", "3"], "--why and --best: a sweep"),
+        (["--sweep-batch", "8", "--out", "folder"], "--out: a sweep"),
         (["--sweep-nodes", "1000000000"], "such as --sweep-nodes 524288"),
         (["--pipeline.balance=[1,3]"], "pipeline.balance = [1, 3] is of one number of stages"),
     ],
@@ -46,16 +50,26 @@ def test_options_without_effect_are_refused(
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ([], "AdamW"),
-        (["--optimizer.name=sgd"], "SGD"),
+        long_row([], "AdamW"),
+        long_row(["--optimizer.name=sgd"], "SGD"),
         (["--optimizer.name=adamw8bit"], "AdamW in 8 bits"),
-        (["--optimizer.state_dtype=bfloat16"], "AdamW"),
+        long_row(["--optimizer.state_dtype=bfloat16"], "AdamW"),
     ],
 )
 def test_the_states_of_a_plan_are_those_of_its_memory_table(
     overrides: list[str], name: str, config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--cluster", "h100", "--nodes", "1", "--devices-per-node", "1", "--global-batch", "8", *overrides]
+    words = [
+        "--cluster",
+        "h100",
+        "--nodes",
+        "1",
+        "--devices-per-node",
+        "1",
+        "--global-batch",
+        "8",
+        *overrides,
+    ]
     words += ["--model.options.hidden_size=512", "--model.options.vocab_size=8192"]
     assert main(["plan", config, *words]) == 0
     out = capsys.readouterr().out
@@ -64,22 +78,36 @@ def test_the_states_of_a_plan_are_those_of_its_memory_table(
     assert found and row, out
     weights, gradients, states = (float(row[at]) for at in (1, 2, 3))
     states /= 1 if row[4] == "MiB" else 1024
-    assert float(found[1]) == pytest.approx(weights + gradients + states, abs=0.8)  # 8 bits: code tables
+    # 8 bits: code tables
+    assert float(found[1]) == pytest.approx(weights + gradients + states, abs=0.8)
 
 
 def test_a_dry_run_has_as_many_devices_on_a_node_as_its_cluster(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["dryrun", config, "--parallel.dp=8", "--batch.global_batch=8", "--batch.micro_batch_size=1"]
+    words = [
+        "dryrun",
+        config,
+        "--parallel.dp=8",
+        "--batch.global_batch=8",
+        "--batch.micro_batch_size=1",
+    ]
     words += ["--train.device=cuda"]
     nodes = []
-    for more in (["--cluster", "gb200"], ["--cluster", "h100"], ["--cluster", "gb200", "--devices-per-node", "2"], []):
+    for more in (
+        ["--cluster", "gb200"],
+        ["--cluster", "h100"],
+        ["--cluster", "gb200", "--devices-per-node", "2"],
+        [],
+    ):
         assert main([*words, *more]) == 0
         nodes.append(re.findall(r"8 ranks on (\d+) node", capsys.readouterr().out))
     assert nodes == [["2"], ["1"], ["4"], ["1"]]
 
 
-def test_no_more_processes_are_started_than_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_processes_are_started_than_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = []
 
     class Pool(RankPool):

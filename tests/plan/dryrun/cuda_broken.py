@@ -1,4 +1,5 @@
-"""The process of ``tests.support.cuda`` in a framework that leaves out one wait: ``python -m ... LIBRARY``.
+"""The process of ``tests.support.cuda`` in a framework that leaves out one wait: ``python -m ...
+LIBRARY``.
 
 It reads lines of a fault, a rank and a configuration, and writes one JSON object for each.
 """
@@ -24,7 +25,11 @@ def leave_out(group: str, operation: str) -> Callable[[Any], None]:
         wait = CollectiveHandle.wait
 
         def waiting(handle: CollectiveHandle) -> None:
-            if handle.group is not None and handle.group.name == group and handle.operation.startswith(operation):
+            if (
+                handle.group is not None
+                and handle.group.name == group
+                and handle.operation.startswith(operation)
+            ):
                 handle.work = None
             wait(handle)
 
@@ -50,10 +55,10 @@ def early_receives(patch: Any) -> None:
 
 def weights(patch: Any) -> None:
     """Forward does not wait for the weights of its layer."""
-    from meshwright.data_parallel.replica import StageReplica
+    from meshwright.data_parallel.replica import BucketReplica
 
-    patch.setattr(StageReplica, "wait_for_layer", lambda replica, layer: None)
-    patch.setattr(StageReplica, "wait_for_weights", lambda replica: None)
+    patch.setattr(BucketReplica, "wait_for_layer", lambda replica, layer: None)
+    patch.setattr(BucketReplica, "wait_for_weights", lambda replica: None)
 
 
 def reductions(patch: Any) -> None:
@@ -88,7 +93,7 @@ def offloaded_gradients(patch: Any) -> None:
     """ZeRO-3 with offload adds gradients in host memory before they have arrived there."""
     from meshwright.data_parallel.fsdp import FsdpLayers
 
-    patch.setattr(FsdpLayers, "wait_for_gradients", lambda layers: None)
+    patch.setattr(FsdpLayers, "wait_for_host_copies", lambda layers: None)
 
 
 def regions(patch: Any) -> None:
@@ -96,7 +101,11 @@ def regions(patch: Any) -> None:
     import torch.distributed as dist
 
     all_reduce = dist.all_reduce
-    patch.setattr(dist, "all_reduce", lambda *args, **options: all_reduce(*args, **options | {"async_op": True}))
+    patch.setattr(
+        dist,
+        "all_reduce",
+        lambda *args, **options: all_reduce(*args, **options | {"async_op": True}),
+    )
 
 
 def unsharded(patch: Any) -> None:
@@ -206,7 +215,10 @@ def main(library: str) -> None:
         fault, rank, config = line.split("\t")
         with pytest.MonkeyPatch.context() as patch:
             FAULTS[fault](patch)
-            print(json.dumps(check_rank(parse(config), int(rank), waits, streams)._asdict()), flush=True)
+            print(
+                json.dumps(check_rank(parse(config), int(rank), waits, streams)._asdict()),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

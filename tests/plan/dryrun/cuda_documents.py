@@ -45,7 +45,14 @@ def checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def build(masks: bool, window: int | None = None) -> nn.Sequential:
     """Build a block. ``masks``: attend with masks, as where FlexAttention cannot be compiled."""
-    sizes = {"vocab_size": 64, "hidden_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 32}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 32,
+    }
     model = llama.build(**sizes, max_sequence_length=LENGTH, sliding_window=window)
     if masks:
         flex.HEAD_DIMS = range(0)

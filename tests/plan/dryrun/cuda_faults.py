@@ -36,7 +36,9 @@ class Faulty(nn.Module):
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
 
 
 def build(fault: str) -> nn.Sequential:

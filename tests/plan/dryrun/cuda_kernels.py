@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.adamw import FlatAdamW
+from meshwright.optimizer.codecs import NUMBERS
 from meshwright_models import gpt2
 from meshwright_models.blocks import Block, SideTensors, Value
 
@@ -44,17 +45,26 @@ class CountingBlock(Block):
 
 def build(dropouts: int) -> nn.Sequential:
     """Build a block. ``dropouts``: kernels in its forward."""
-    model = gpt2.build(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, max_sequence_length=16, dropout=0.1)
+    model = gpt2.build(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        max_sequence_length=16,
+        dropout=0.1,
+    )
     CountingBlock.dropouts = dropouts
     model[1].__class__ = CountingBlock
-    plain = AdamW8bit.step
+    plain = FlatAdamW.step
 
-    def step(self: AdamW8bit, closure: None = None) -> None:
-        narrow = sum(len(group["params"]) for group in self.param_groups if group.get("eight_bit"))
+    def step(self: FlatAdamW, closure: None = None) -> None:
+        narrow = sum(
+            len(group["params"]) for group in self.param_groups if group["codec"] is not NUMBERS
+        )
         with Operators("meshwright::adamw_8bit") as seen:
             plain(self)
         if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
             seen.check(narrow or 1)
 
-    AdamW8bit.step = step  # type: ignore[method-assign]
+    FlatAdamW.step = step  # type: ignore[method-assign]
     return model

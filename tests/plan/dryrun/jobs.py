@@ -26,7 +26,12 @@ def configured(
 ) -> RunConfig:
     """A small run. ``away``: patterns of layers with activation offload."""
     away = parallel.pop("away", [])
-    options: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_layers": num_layers, "num_heads": 2}
+    options: dict[str, Any] = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "num_layers": num_layers,
+        "num_heads": 2,
+    }
     if model == "llama":
         options |= {"num_kv_heads": 2, "ffn_size": 64}
     config = RunConfig.model_validate(

@@ -1,6 +1,8 @@
-"""Ranks take real steps on fake tensors of a CUDA device that does nothing: no GPU, the code of a GPU run.
+"""Ranks take real steps on fake tensors of a CUDA device that does nothing: no GPU,
+the code of a GPU run.
 
-What is checked: where the host waits, devices of collectives, and the order of accesses across streams.
+What is checked: where the host waits, devices of collectives, and the order of accesses across
+streams.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from tests.plan.dryrun.jobs import configured
 from tests.support.cuda.call_site import HIDDEN
 from tests.support.cuda.library import compile_library, find_compiler
 from tests.support.cuda.process import CudaStep, run_child, run_process
+from tests.support.marks import long_row
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own"
+    ),
 ]
 
 WAITS = 1
@@ -44,7 +49,14 @@ def on_cuda(config: RunConfig) -> RunConfig:
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2 dp2 tp2 sequence": {"pp": 2, "dp": 2, "tp": 2, "sequence": True, "model": "llama", "num_layers": 4},
+    "pp2 dp2 tp2 sequence": {
+        "pp": 2,
+        "dp": 2,
+        "tp": 2,
+        "sequence": True,
+        "model": "llama",
+        "num_layers": 4,
+    },
     "pp2 zb_v dp2 zero2": {"schedule": "zb_v", "pp": 2, "dp": 2, "zero": 2, "num_layers": 4},
     "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3, "model": "llama", "num_layers": 2},
     "one": {},
@@ -55,7 +67,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 zb_h1 tp2": {"schedule": "zb_h1", "pp": 2, "tp": 2, "num_layers": 2},
     "dp2 zero3 offload": {"dp": 2, "zero": 3, "offload": True, "num_layers": 2},
     "pp2 activations": {"pp": 2, "chunks": 4, "num_layers": 6, "away": ["*"]},
-    "dp2 tp2 zero3 activations": {"dp": 2, "tp": 2, "zero": 3, "model": "llama", "num_layers": 2, "away": ["*"]},
+    "dp2 tp2 zero3 activations": {
+        "dp": 2,
+        "tp": 2,
+        "zero": 3,
+        "model": "llama",
+        "num_layers": 2,
+        "away": ["*"],
+    },
     "dp4 zero2": {"dp": 4, "zero": 2},
     "tp2": {"tp": 2, "model": "llama"},
     "dp2 tp2 muon": {"dp": 2, "tp": 2, "model": "llama", "optimizer": "muon"},
@@ -67,21 +86,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "names",
     [
-        ["pp2 zb_v dp2 zero2"],
-        pytest.param([name for name in LAYOUTS if "zb_v" not in name], marks=pytest.mark.all_layouts),
+        long_row(["pp2 zb_v dp2 zero2"]),
+        pytest.param(
+            [name for name in LAYOUTS if "zb_v" not in name], marks=pytest.mark.all_layouts
+        ),
     ],
     ids=["some", "others"],
 )
 def test_layouts(names: list[str], library: Path) -> None:
-    """No tensor of a collective in host memory, gradients reduced by autograd's thread, few waits of the host."""
+    """No tensor of a collective in host memory, gradients reduced by autograd's thread,
+    few waits of the host.
+    """
     jobs, allowed = [], []
     for name in names:
         config = on_cuda(configured(**LAYOUTS[name]))
-        ranks = sorted({0, Grid(*config.parallel.degrees).size - 1})
+        ranks = sorted({0, Grid.of(config.parallel.degrees).size - 1})
         jobs += [(config, rank) for rank in ranks]
         allowed += [WAITS_OF.get(name, WAITS)] * len(ranks)
     for (config, _), step, waits in zip(jobs, run_process(library, jobs), allowed, strict=True):
-        grid = Grid(*config.parallel.degrees)
+        grid = Grid.of(config.parallel.degrees)
         assert not step.problems
         assert (step.num_collectives > 0) == (grid.size > 1)
         assert (step.num_from_autograd > 0) == (grid.dp * grid.tp > 1)
@@ -102,11 +125,21 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 def test_experts(library: Path) -> None:
-    """No further wait of the host, except with ZeRO-3 and offload for the gradients of each micro-batch."""
+    """No further wait of the host, except with ZeRO-3 and offload for the gradients
+    of each micro-batch.
+    """
     jobs = [
-        (on_cuda(configured(model="llama", num_layers=2, **layout)).replace(model={"options": options}), 1)
+        (
+            on_cuda(configured(model="llama", num_layers=2, **layout)).replace(
+                model={"options": options}
+            ),
+            1,
+        )
         for layout in EXPERTS.values()
-        for options in [configured(model="llama", num_layers=2).model.options | {"moe": {"num_experts": 4, "top_k": 2}}]
+        for options in [
+            configured(model="llama", num_layers=2).model.options
+            | {"moe": {"num_experts": 4, "top_k": 2}}
+        ]
     ]
     for name, step in zip(EXPERTS, run_process(library, jobs), strict=True):
         assert not step.problems and step.num_collectives > 0, (name, step)
@@ -115,10 +148,16 @@ def test_experts(library: Path) -> None:
 
 @pytest.mark.long
 def test_a_frozen_base_under_zero3(library: Path) -> None:
-    """FSDP gathers a frozen unit that backward does not reach, and waits for it by torch.accelerator at the end."""
+    """FSDP gathers a frozen unit that backward does not reach,
+    and waits for it by torch.accelerator at the end.
+    """
     names, jobs = ("dp2 tp2 zero3", "dp2 zero3 offload"), []
     for name in names:
-        adapter = {"rank": 3, "targets": ["block*.attention.*", "block*.mlp.*"], "dora": "offload" in name}
+        adapter = {
+            "rank": 3,
+            "targets": ["block*.attention.*", "block*.mlp.*"],
+            "dora": "offload" in name,
+        }
         jobs.append((on_cuda(configured(**LAYOUTS[name])).replace(adapter=adapter), 1))
     for name, step in zip(names, run_process(library, jobs), strict=True):
         assert not step.problems and step.num_from_autograd > 0
@@ -126,11 +165,18 @@ def test_a_frozen_base_under_zero3(library: Path) -> None:
 
 
 def documents(masks: bool, window: int | None) -> tuple[RunConfig, int]:
-    builder = {"builder": "tests.plan.dryrun.cuda_documents:build", "options": {"masks": masks, "window": window}}
+    builder = {
+        "builder": "tests.plan.dryrun.cuda_documents:build",
+        "options": {"masks": masks, "window": window},
+    }
     config = RunConfig.model_validate(
         {
             "model": builder,
-            "data": {"train": "corpus", "sequence_length": LENGTH, "document_boundaries": window is None},
+            "data": {
+                "train": "corpus",
+                "sequence_length": LENGTH,
+                "document_boundaries": window is None,
+            },
             "batch": {"micro_batch_size": 1, "chunks": 2},
             "parallel": {"dp": 2},
         }
@@ -153,21 +199,36 @@ def sharing_tokens(builder: str, options: dict[str, Any], exchange: str) -> tupl
 @pytest.mark.torture
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_context_parallelism(exchange: str, library: Path, tmp_path: Path) -> None:
-    """Exchanges are in stream order with what makes and uses them; the host waits for places alone, once on a GPU."""
-    llama = {"vocab_size": 67, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 64}
-    ours = sharing_tokens("meshwright_models.llama:build", {**llama, "max_sequence_length": 64}, exchange)
+    """Exchanges are in stream order with what makes and uses them; the host waits for places alone,
+    once on a GPU.
+    """
+    llama = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "ffn_size": 64,
+    }
+    ours = sharing_tokens(
+        "meshwright_models.llama:build", {**llama, "max_sequence_length": 64}, exchange
+    )
     theirs = sharing_tokens(f"hf:{directory('qwen2', tmp_path)}", {}, exchange)
     for step in run_process(library, [ours, theirs]):
         assert not step.problems and step.num_collectives > 0 and step.num_from_autograd > 0, step
-        assert all(where.startswith(("context_parallel/cut.py", "step.py")) for where in step.waits), step
+        assert all(
+            where.startswith(("context_parallel/cut.py", "step.py")) for where in step.waits
+        ), step
 
 
+@pytest.mark.long
 def test_documents_and_windows_make_no_mask_of_all_pairs(library: Path) -> None:
     """By the tiles of FlexAttention, built without a wait of the host."""
     for step in run_process(library, [documents(False, None), documents(False, 100)]):
         assert not step.problems and sum(step.waits.values()) == WAITS, step
 
 
+@pytest.mark.long
 def test_masks_of_documents_are_large(library: Path) -> None:
     """So that the test above can fail."""
     with pytest.raises(RuntimeError, match=r"attention makes a tensor of [\d,]+ elements"):
@@ -177,7 +238,10 @@ def test_masks_of_documents_are_large(library: Path) -> None:
 def kernels(dropouts: int) -> tuple[RunConfig, int]:
     config = RunConfig.model_validate(
         {
-            "model": {"builder": "tests.plan.dryrun.cuda_kernels:build", "options": {"dropouts": dropouts}},
+            "model": {
+                "builder": "tests.plan.dryrun.cuda_kernels:build",
+                "options": {"dropouts": dropouts},
+            },
             "data": {"train": "in memory", "sequence_length": 16},
             "batch": {"micro_batch_size": 2, "chunks": 2},
             "optimizer": {"name": "adamw8bit", "block_size": 8},
@@ -186,12 +250,14 @@ def kernels(dropouts: int) -> tuple[RunConfig, int]:
     return on_cuda(resolve(config, 1)), 0
 
 
+@pytest.mark.long
 def test_kernels_are_taken(library: Path) -> None:
     """In each block one per dropout; one per 8-bit parameter."""
     (step,) = run_process(library, [kernels(3)])
     assert not step.problems and sum(step.waits.values()) == WAITS, step
 
 
+@pytest.mark.long
 def test_kernels_that_are_not_taken(library: Path) -> None:
     """So that the test above can fail."""
     with pytest.raises(RuntimeError, match=r"meshwright::dropout ran 3 times, not 4"):
@@ -201,7 +267,10 @@ def test_kernels_that_are_not_taken(library: Path) -> None:
 def faulty(fault: str) -> tuple[RunConfig, int]:
     config = RunConfig.model_validate(
         {
-            "model": {"builder": "tests.plan.dryrun.cuda_faults:build", "options": {"fault": fault}},
+            "model": {
+                "builder": "tests.plan.dryrun.cuda_faults:build",
+                "options": {"fault": fault},
+            },
             "data": {"train": "in memory", "sequence_length": 4},
             "batch": {"micro_batch_size": 2, "chunks": 2},
             "parallel": {"dp": 2},
@@ -210,27 +279,41 @@ def faulty(fault: str) -> tuple[RunConfig, int]:
     return on_cuda(resolve(config, 2)), 0
 
 
+@pytest.mark.long
 def test_faults_of_a_layer_are_named(library: Path) -> None:
     """Once per micro-batch, by file and line."""
     faults = ["item", "branch", "copy", "none", "host collective"]
     steps = dict(zip(faults, run_process(library, list(map(faulty, faults))), strict=True))
     for fault, step in steps.items():
         found = {where: count for where, count in step.waits.items() if "cuda_faults" in where}
-        assert sorted(found.values()) == ([2] if fault in ("item", "branch", "copy") else []), (fault, found)
+        assert sorted(found.values()) == ([2] if fault in ("item", "branch", "copy") else []), (
+            fault,
+            found,
+        )
         assert len(step.off_device) == (2 if fault == "host collective" else 0)
     for problem in steps["host collective"].off_device:
         assert re.fullmatch(r"all_reduce of 4 bytes at cuda_faults.py:\d+", problem)
 
 
+@pytest.mark.long
 def test_a_layer_that_fails_on_cuda_alone(library: Path) -> None:
     with pytest.raises(
-        RuntimeError, match=r"(?s)the step of rank 0 fails on fake CUDA tensors: .*cuda_faults.py.* devices"
+        RuntimeError,
+        match=r"(?s)the step of rank 0 fails on fake CUDA tensors: .*cuda_faults.py.* devices",
     ):
         run_process(library, [faulty("wrong device")])
 
 
 SEEDED: dict[str, dict[str, Any]] = {
-    "nothing": {"pp": 2, "dp": 2, "tp": 2, "sequence": True, "zero": 2, "model": "llama", "num_layers": 2},
+    "nothing": {
+        "pp": 2,
+        "dp": 2,
+        "tp": 2,
+        "sequence": True,
+        "zero": 2,
+        "model": "llama",
+        "num_layers": 2,
+    },
     "gradients, ZeRO-1": {"dp": 2, "zero": 1},
     "messages": {"pp": 2, "num_layers": 2},
     "receives that are posted ahead": {"pp": 2, "chunks": 4, "num_layers": 2},
@@ -262,23 +345,46 @@ SEEDED: dict[str, dict[str, Any]] = {
 }
 """Wait that is left out (tests/plan/dryrun/cuda_broken.py) -> a layout that needs it."""
 NAMED = {
-    "gradients, ZeRO-1": r"_foreach_norm at optimizer/flat.py:\d+, .* does not wait for reduce_scatter at mesh/comm.py",
-    "receives that are posted ahead": r"does not wait for receive at mesh/comm.py:\d+, on the stream of ranks 0, 1",
+    "gradients, ZeRO-1": (
+        r"_foreach_norm at optimizer/flat.py:\d+, .* does not wait for reduce_scatter at"
+        r" mesh/comm.py"
+    ),
+    "receives that are posted ahead": (
+        r"does not wait for receive at mesh/comm.py:\d+, on the stream of ranks 0, 1"
+    ),
     "messages": r"does not wait for receive at mesh/comm.py:\d+, on the stream of ranks 0, 1",
-    "offload: copy before the sum": r"copy_ at optimizer/offload.py:\d+, on the stream made at .* reduce_scatter",
+    "offload: copy before the sum": (
+        r"copy_ at optimizer/offload.py:\d+, on the stream made at .* reduce_scatter"
+    ),
     "gathered weights, ZeRO-3": r"does not wait for all_gather at mesh/comm.py",
-    "offload: update before the copy": r"at optimizer/flat.py:\d+, on the host, does not wait for copy_ at",
-    "offload, ZeRO-3: sum before the copy": r"at data_parallel/fsdp_parameter.py:\d+, on the host, does not wait for",
-    "activations: copy before they are computed": r"copy_ at pipeline/offload_copies.py:\d+, on the stream made at",
-    "activations: use before they are back": r"on the compute stream, does not wait for copy_ at pipeline/off",
-    "activations: return before the copy": r"copy_ at pipeline/offload_copies.*does not wait for copy_ at pipeline",
+    "offload: update before the copy": (
+        r"at optimizer/flat.py:\d+, on the host, does not wait for copy_ at"
+    ),
+    "offload, ZeRO-3: sum before the copy": (
+        r"at data_parallel/fsdp_parameter.py:\d+, on the host, does not wait for"
+    ),
+    "activations: copy before they are computed": (
+        r"copy_ at pipeline/offload_copies.py:\d+, on the stream made at"
+    ),
+    "activations: use before they are back": (
+        r"on the compute stream, does not wait for copy_ at pipeline/off"
+    ),
+    "activations: return before the copy": (
+        r"copy_ at pipeline/offload_copies.*does not wait for copy_ at pipeline"
+    ),
     "column: gradient of the input": r"does not wait for all_reduce at mesh/comm.py",
     "column: gathered input": r"does not wait for all_gather at mesh/comm.py",
-    "column: gradient of a part of the sequence": r"does not wait for reduce_scatter at mesh/comm.py",
-    "keys of a group of heads": r"does not wait for all_gather at mesh/comm.py:\d+, on the stream of ranks 0, 1",
+    "column: gradient of a part of the sequence": (
+        r"does not wait for reduce_scatter at mesh/comm.py"
+    ),
+    "keys of a group of heads": (
+        r"does not wait for all_gather at mesh/comm.py:\d+, on the stream of ranks 0, 1"
+    ),
     "gradients of keys of a group of heads": r"does not wait for reduce_scatter at mesh/comm.py",
     "heads of all tokens": r"does not wait for all_?to_?all\w* at mesh/comm.py",
-    "step's sums": r"a value that the host reads at step.py:\d+, on the host, does not wait for all_reduce",
+    "step's sums": (
+        r"a value that the host reads at step.py:\d+, on the host, does not wait for all_reduce"
+    ),
 }
 
 
@@ -288,27 +394,39 @@ def test_files_that_are_no_place_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [list(SEEDED)[:5], pytest.param(list(SEEDED)[5:], marks=pytest.mark.torture)], ids=["some", "others"]
+    "names",
+    [long_row(list(SEEDED)[:5]), pytest.param(list(SEEDED)[5:], marks=pytest.mark.torture)],
+    ids=["some", "others"],
 )
 def test_a_wait_that_is_left_out_is_a_race(names: list[str], library: Path) -> None:
     """Each one alone, in a process of its own; with all waits there is no race."""
-    lines = [f"{name}\t0\t{on_cuda(configured(**SEEDED[name])).model_dump_json()}" for name in names]
+    lines = [
+        f"{name}\t0\t{on_cuda(configured(**SEEDED[name])).model_dump_json()}" for name in names
+    ]
     done = run_child("tests.plan.dryrun.cuda_broken", library, lines=lines)
     assert done.returncode == 0, done.stderr
     for name, line in zip(names, done.stdout.splitlines(), strict=True):
         races = CudaStep(**json.loads(line)).races
         assert bool(races) == (name != "nothing"), (name, races)
-        assert any(re.search(NAMED.get(name, ""), race) for race in races) or name == "nothing", (name, races)
+        assert any(re.search(NAMED.get(name, ""), race) for race in races) or name == "nothing", (
+            name,
+            races,
+        )
 
 
+@pytest.mark.long
 def test_a_model_may_print(library: Path) -> None:
     config = on_cuda(configured(model="llama", num_layers=2))
     noisy = config.replace(model={"builder": "tests.plan.dryrun.noisy:build"})
     assert run_process(library, [(noisy, 0)]) == run_process(library, [(config, 0)])
 
 
-def test_a_rank_without_a_result_is_an_error(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_result_is_an_error(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nothing = subprocess.CompletedProcess([], 0, "", "ended early")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: nothing)
-    with pytest.raises(RuntimeError, match="the step of rank 3 fails on fake CUDA tensors: ended early"):
+    with pytest.raises(
+        RuntimeError, match="the step of rank 3 fails on fake CUDA tensors: ended early"
+    ):
         run_process(library, [(on_cuda(configured()), 3)])

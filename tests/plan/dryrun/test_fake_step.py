@@ -1,4 +1,6 @@
-"""A dry run of a rank: memory and communication are those of the real rank, to the byte; nothing is left behind."""
+"""A dry run of a rank: memory and communication are those of the real rank, to the byte;
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,26 @@ from meshwright_plan.dryrun.fake_step import grid_of, profile_rank
 from meshwright_plan.dryrun.job import Job, dry_run_job
 from meshwright_plan.dryrun.rank_profile import Category
 from tests.plan.dryrun.jobs import Planned, configured
+from tests.support.marks import long_row
 from tests.support.processes import RUNS, measured
 
 ALMOST = 256
 """Bytes: scalars of a step, such as a loss that its caller still holds."""
 OF_GLOO = 4096
-"""Its reduce-scatter, which megatron-core asks for under sequence parallelism, keeps a copy of the message."""
+"""Its reduce-scatter, which megatron-core asks for under sequence parallelism,
+keeps a copy of the message.
+"""
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        RUNS["pp2"],
+        long_row(RUNS["pp2"]),
         pytest.param(RUNS["llama-zb_h1-zero2"], marks=pytest.mark.torture),
-        configured(model="llama", dp=2, tp=2, sequence=True, zero=3),
-        RUNS["llama-mtp-pp2-tp2"],
-        RUNS["muon-bfloat16-step"],
-        RUNS["adafactor-tp2-zero2"],
+        long_row(configured(model="llama", dp=2, tp=2, sequence=True, zero=3)),
+        long_row(RUNS["llama-mtp-pp2-tp2"]),
+        long_row(RUNS["muon-bfloat16-step"]),
+        long_row(RUNS["adafactor-tp2-zero2"]),
     ],
     ids=[
         "pp2",
@@ -53,26 +58,34 @@ def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) 
 
 
 def check_rank_equals_dry_run(pool: RankPool, config: RunConfig) -> None:
-    grid, held = grid_of(config), measured(pool, config)
+    grid, held = grid_of(config.parallel), measured(pool, config)
     for pp_rank in range(grid.pp):
         ranks = range(pp_rank * grid.dp * grid.tp, (pp_rank + 1) * grid.dp * grid.tp)
         found = profile_rank(config, ranks[0])
         for rank in ranks:
             off = held[rank].peak_bytes - found.peak_bytes
             assert -ALMOST <= off <= ALMOST + config.parallel.sequence * OF_GLOO, (rank, off)
-        assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(held[ranks[0]].wire_bytes)
-        assert sum(found.held.values()) == found.peak_bytes == max(peak.num_bytes for peak in found.peaks)
+        assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(
+            held[ranks[0]].wire_bytes
+        )
+        assert (
+            sum(found.held.values())
+            == found.peak_bytes
+            == max(peak.num_bytes for peak in found.peaks)
+        )
 
 
 @pytest.mark.parametrize(
     ("own", "bytes_per_element"),
     [
-        ({"name": "lion"}, 4),
-        ({"name": "schedule_free_adamw", "schedule": "constant"}, 8),
+        long_row({"name": "lion"}, 4),
+        long_row({"name": "schedule_free_adamw", "schedule": "constant"}, 8),
         ({"state_dtype": "bfloat16"}, 4),
     ],
 )
-def test_states_of_other_optimizers(own: dict[str, Any], bytes_per_element: int, pool: RankPool) -> None:
+def test_states_of_other_optimizers(
+    own: dict[str, Any], bytes_per_element: int, pool: RankPool
+) -> None:
     """The dry run is the rank's, and its states those of the summary, but for padding."""
     config = configured(dp=2, zero=1).replace(optimizer=own)
     check_rank_equals_dry_run(pool, config)
@@ -82,8 +95,11 @@ def test_states_of_other_optimizers(own: dict[str, Any], bytes_per_element: int,
     assert held == pytest.approx(share.optimizer_bytes, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_plain_model_and_an_optimizer_of_ones_own(pool: RankPool) -> None:
-    """Layers that initialise themselves, with their resets, and an optimizer that is tried on values first."""
+    """Layers that initialise themselves, with their resets,
+    and an optimizer that is tried on values first.
+    """
     config = RunConfig.model_validate(
         {
             "model": {
@@ -93,13 +109,17 @@ def test_a_plain_model_and_an_optimizer_of_ones_own(pool: RankPool) -> None:
             "data": {"train": "in memory", "sequence_length": 48},
             "batch": {"micro_batch_size": 2, "chunks": 4},
             "parallel": {"pp": 2, "dp": 2, "bucket_bytes": 2**17},
-            "optimizer": {"builder": "torch.optim:RAdam", "options": {"decoupled_weight_decay": True}},
+            "optimizer": {
+                "builder": "torch.optim:RAdam",
+                "options": {"decoupled_weight_decay": True},
+            },
             "train": {"device": "cpu"},
         }
     )
     check_rank_equals_dry_run(pool, resolve(config, 4))
 
 
+@pytest.mark.long
 def test_homes_of_matrices_of_unlike_size_are_ranks_of_unlike_peaks(pool: RankPool) -> None:
     """Each rank's dry run is that rank's: what waits at home, and the bytes that go back."""
     config = RUNS["muon-tp2-zero2-step"]
@@ -108,7 +128,9 @@ def test_homes_of_matrices_of_unlike_size_are_ranks_of_unlike_peaks(pool: RankPo
     for rank in (0, 3):
         found = profile_rank(config, rank)
         assert abs(held[rank].peak_bytes - found.peak_bytes) <= ALMOST
-        assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(held[rank].wire_bytes)
+        assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(
+            held[rank].wire_bytes
+        )
 
 
 def same_as_whole(job: Job, pp_rank: int) -> None:
@@ -117,12 +139,16 @@ def same_as_whole(job: Job, pp_rank: int) -> None:
     whole = profile_rank(job.config, played.rank)
     assert [str(peak) for peak in played.peaks[1:]] == [str(peak) for peak in whole.peaks]
     assert (played.peak_bytes, played.held) == (whole.peak_bytes, whole.held)
-    assert [record.call for record in played.communication] == [record.call for record in whole.communication]
+    assert [record.call for record in played.communication] == [
+        record.call for record in whole.communication
+    ]
 
 
+@pytest.mark.long
 def test_a_replayed_step_equals_the_whole_dry_run(planned: Planned) -> None:
     assert not planned.reported  # nothing had to be run as a whole
-    assert planned.job.representatives[2] == 1  # the templates replayed in rank 2's row are those of another rank
+    # the templates replayed in rank 2's row are those of another rank
+    assert planned.job.representatives[2] == 1
     same_as_whole(planned.job, 2)
 
 
@@ -139,6 +165,7 @@ def test_two_stages_of_a_rank_are_replayed_too() -> None:
     same_as_whole(job, 0)
 
 
+@pytest.mark.long
 def test_a_few_micro_batches_that_cannot_be_replayed_are_run_whole() -> None:
     config = configured(chunks=5, dp=2, zero=2)
     job = dry_run_job(config)
@@ -153,8 +180,12 @@ def test_offloaded_bytes_are_not_the_devices() -> None:
 
 
 def test_with_zero_3_and_offload_no_gradient_is_on_the_device_after_its_backward() -> None:
-    """The peak is that without offload, less the shards of weights, gradients and optimizer state."""
-    here, away = (profile_rank(configured(dp=2, zero=3, offload=offload), 0) for offload in (False, True))
+    """The peak is that without offload, less the shards of weights,
+    gradients and optimizer state.
+    """
+    here, away = (
+        profile_rank(configured(dp=2, zero=3, offload=offload), 0) for offload in (False, True)
+    )
     assert away.both_bytes == here.peak_bytes
     assert away.peak_bytes + away.host_bytes == here.peak_bytes
 
@@ -167,7 +198,7 @@ def test_nothing_is_left_of_a_fake_mesh() -> None:
     assert sys.excepthook is hook
     assert torch.UntypedStorage.resize_ is resize
     assert type(torch.zeros(1)) is Tensor
-    with pytest.raises(ZeroDivisionError), fake_mesh(Grid(2, 4, 2), 9):
+    with pytest.raises(ZeroDivisionError), fake_mesh(Grid(pp=2, dp=4, tp=2), 9):
         raise ZeroDivisionError
     assert not dist.is_initialized()
 
@@ -186,9 +217,14 @@ def test_a_rank_of_a_job_cannot_dry_run(pool: RankPool) -> None:
 
 
 def test_a_fake_mesh_of_any_size_makes_its_own_groups_alone() -> None:
-    with fake_mesh(Grid(16, 128, 8), 5000) as mesh:
-        assert (mesh.pp.size, mesh.replicas.size, mesh.tp.size, mesh.world.size) == (16, 128, 8, 16384)
-        assert mesh.replicas.ranks == Grid(16, 128, 8).group(mesh.replicas.name, 5000)  # type: ignore[arg-type]
+    with fake_mesh(Grid(pp=16, dp=128, tp=8), 5000) as mesh:
+        assert (mesh.pp.size, mesh.replicas.size, mesh.tp.size, mesh.world.size) == (
+            16,
+            128,
+            8,
+            16384,
+        )
+        assert mesh.replicas.ranks == Grid(pp=16, dp=128, tp=8).group(mesh.replicas.name, 5000)  # type: ignore[arg-type]
         shard, copies = mesh.split(mesh.replicas, 8)
         assert (shard.size, copies.size) == (8, 16)
         assert set(shard.ranks) & set(copies.ranks) == {5000}

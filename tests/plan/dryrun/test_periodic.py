@@ -1,4 +1,6 @@
-"""A dry run with few micro-batches, lengthened, equals the one with all of them; a long one reports its progress."""
+"""A dry run with few micro-batches, lengthened, equals the one with all of them;
+a long one reports its progress.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from meshwright_plan.dryrun.periodic import few_chunks, lengthen
 from meshwright_plan.dryrun.rank_profile import Peak
 from meshwright_plan.dryrun.templates import ReplayError
 from tests.plan.dryrun.jobs import configured
+from tests.support.marks import long_row
 
 AFTER = {"0REDUCE", "1REDUCE", "STEP", "going from one step to the next"}
 SCALARS = 128
@@ -24,14 +27,17 @@ SCALARS = 128
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"dp": 2, "zero": 2},
-        {"dp": 2, "zero": 3},
+        long_row({"dp": 2, "zero": 2}),
+        long_row({"dp": 2, "zero": 3}),
         pytest.param(
             {"dp": 2, "tp": 2, "sequence": True, "zero": 3, "offload": True, "model": "llama"},
             marks=pytest.mark.torture,
         ),
         pytest.param({"dp": 2, "pp": 2, "zero": 2}, marks=pytest.mark.torture),
-        pytest.param({"dp": 2, "pp": 2, "zero": 3, "schedule": "zb_v", "num_layers": 3}, marks=pytest.mark.torture),
+        pytest.param(
+            {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb_v", "num_layers": 3},
+            marks=pytest.mark.torture,
+        ),
     ],
     ids=str,
 )
@@ -44,9 +50,15 @@ def test_a_lengthened_step_equals_the_whole_dry_run(parallel: dict[str, Any]) ->
     assert few_chunks(job.blueprint.schedule) < chunks
     for played in job.profiles:
         whole = profile_rank(config, played.rank)
-        assert [str(peak.activity) for peak in played.peaks] == [str(peak.activity) for peak in whole.peaks]
+        assert [str(peak.activity) for peak in played.peaks] == [
+            str(peak.activity) for peak in whole.peaks
+        ]
         pairs = zip(played.peaks, whole.peaks, strict=True)
-        off = {str(ours.activity): ours.num_bytes - theirs.num_bytes for ours, theirs in pairs if ours != theirs}
+        off = {
+            str(ours.activity): ours.num_bytes - theirs.num_bytes
+            for ours, theirs in pairs
+            if ours != theirs
+        }
         assert off.keys() <= AFTER and all(0 <= each < SCALARS for each in off.values()), off
         assert (played.peak_bytes, played.held, str(played.peak_in)) == (
             whole.peak_bytes,
@@ -58,13 +70,19 @@ def test_a_lengthened_step_equals_the_whole_dry_run(parallel: dict[str, Any]) ->
         ]
 
 
+@pytest.mark.long
 def test_micro_batches_that_differ_are_not_repeated() -> None:
     config = configured(chunks=11, dp=2, zero=2)
     schedule = dry_run_job(config).blueprint.schedule
     short = profile_rank(configured(chunks=6, dp=2, zero=2), 0)
     assert len(lengthen(short, schedule, 5).peaks) > len(short.peaks)
     peaks = [
-        Peak(activity, num_bytes + (activity.microbatch or 0) ** 2 if isinstance(activity, Action) else num_bytes)
+        Peak(
+            activity,
+            num_bytes + (activity.microbatch or 0) ** 2
+            if isinstance(activity, Action)
+            else num_bytes,
+        )
         for activity, num_bytes in short.peaks
     ]
     with pytest.raises(ReplayError, match="its micro-batches differ"):

@@ -23,7 +23,9 @@ def test_a_schedule_keeps_its_boxes_and_loses_half_its_bytes() -> None:
     root = ElementTree.fromstring(text.replace("xlink:href", "href"))
     assert root.get("aria-label") == 'a "schedule"' and len(text) < len(target.getvalue()) / 2
     rules = dict(re.findall(r"\.(s\w{8})\{([^}]*)\}", text))
-    boxes = [each for each in root.iter() if "fill: #f0983c" in rules.get(each.get("class", ""), "")]
+    boxes = [
+        each for each in root.iter() if "fill: #f0983c" in rules.get(each.get("class", ""), "")
+    ]
     assert len(boxes) == 4 * 16 + 1, "each B, and that of the legend"
 
 

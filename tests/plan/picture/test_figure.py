@@ -50,7 +50,9 @@ class Drawn:
         found = set()
         for group in self.root.iter(f"{SVG}g"):
             if group.get("id", "").startswith("panel") and group.get("id", "").endswith(ending):
-                found |= set(re.findall(r"fill: (#\w+)", ElementTree.tostring(group, encoding="unicode")))
+                found |= set(
+                    re.findall(r"fill: (#\w+)", ElementTree.tostring(group, encoding="unicode"))
+                )
         return found
 
 
@@ -65,7 +67,9 @@ def lightness(colour: str) -> float:
 
 
 def expected_boxes(timeline: Timeline, panel: int = 0) -> list[str]:
-    return [f"panel{panel}-rank{s.rank}-{s.action}" for s in timeline.spans if s.action.kind in PAINTS]
+    return [
+        f"panel{panel}-rank{s.rank}-{s.action}" for s in timeline.spans if s.action.kind in PAINTS
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
@@ -106,14 +110,22 @@ def test_the_legend_has_as_many_shades_as_a_rank_has_stages() -> None:
     panels = [timeline_of(INTERLEAVED).spans, timeline_of(build("1f1b", 2, 2)).spans]
     entries = {entry.name.partition(",")[0]: len(entry.colours) for entry in entries_of(panels)}
     assert entries["F"] == entries["I"] == 2 and entries["B"] == 1
-    both = entries_of([timeline_of(build(name, 2, 2, 2)).spans for name in ("zb_v", "interleaved_1f1b")])
-    assert {len(entry.colours) for entry in both if entry.name[1] == ","} == {2}  # stages 0 and 3, 0 and 2
+    both = entries_of(
+        [timeline_of(build(name, 2, 2, 2)).spans for name in ("zb_v", "interleaved_1f1b")]
+    )
+    # stages 0 and 3, 0 and 2
+    assert {len(entry.colours) for entry in both if entry.name[1] == ","} == {2}
 
 
 def test_a_long_run_keeps_both_ends(tmp_path: Path) -> None:
     timeline = timeline_of(build("1f1b", 4, 150), COSTS)
     boxes = set(Drawn(tmp_path / "a.svg", Panel(timeline)).boxes())
-    assert {"panel0-rank0-0F0", "panel0-rank3-3B0", "panel0-rank0-0B149", "panel0-rank3-3F149"} <= boxes
+    assert {
+        "panel0-rank0-0F0",
+        "panel0-rank3-3B0",
+        "panel0-rank0-0B149",
+        "panel0-rank3-3F149",
+    } <= boxes
     assert "panel0-rank0-0F75" not in boxes
     assert len(boxes) < 400
 
@@ -125,20 +137,27 @@ def test_the_axis_is_cut_once_and_loses_nothing_at_the_ends() -> None:
     end = max(span.end for span in spans)
     assert axis.gap > 0 and axis.first_end < axis.second_start and axis.end == end
     assert axis.pieces(0, 1) == [(0, 1)]
-    assert axis.pieces(end - 1, end) == [(pytest.approx(axis.length - 1), pytest.approx(axis.length))]
+    assert axis.pieces(end - 1, end) == [
+        (pytest.approx(axis.length - 1), pytest.approx(axis.length))
+    ]
     assert axis.pieces(axis.first_end + 1, axis.second_start - 1) == []
     (_, left), (right, _) = axis.pieces(0, end)
     assert right - left == pytest.approx(axis.gap)
     short = timeline_of(build("1f1b", 4, 8), COSTS)
     boxes = [span for span in short.spans if span.action.kind in PAINTS]
-    stalled = [span._replace(start=span.start + 500, end=span.end + 500) if span.start > 8 else span for span in boxes]
+    stalled = [
+        span._replace(start=span.start + 500, end=span.end + 500) if span.start > 8 else span
+        for span in boxes
+    ]
     assert time_axis(boxes).gap == time_axis(stalled).gap == 0
 
 
 def test_many_ranks_keep_the_first_and_the_last(tmp_path: Path) -> None:
     drawn = Drawn(tmp_path / "a.svg", Panel(timeline_of(build("1f1b", 70, 1))))
     ranks = [word for word in drawn.words if word and word.startswith("rank ")]
-    assert len(ranks) == 63 and (ranks[0], ranks[-1]) == ("rank 0", "rank 69") and "⋮" in drawn.words
+    assert (
+        len(ranks) == 63 and (ranks[0], ranks[-1]) == ("rank 0", "rank 69") and "⋮" in drawn.words
+    )
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (4, 8)])
@@ -159,8 +178,12 @@ def test_the_same_timeline_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_kinds_are_told_apart_in_grey() -> None:
-    """Bands of lightness that do not touch, whatever the shade; the backward and its input half share one."""
-    bands = {kind: (lightness(PAINTS[kind].dark), lightness(PAINTS[kind].light)) for kind in COMPUTE}
+    """Bands of lightness that do not touch, whatever the shade;
+    the backward and its input half share one.
+    """
+    bands = {
+        kind: (lightness(PAINTS[kind].dark), lightness(PAINTS[kind].light)) for kind in COMPUTE
+    }
     assert bands[Kind.F][0] > max(bands[Kind.B][1], bands[Kind.I][1])
     assert min(bands[Kind.B][0], bands[Kind.I][0]) > bands[Kind.W][1] + 5
     for kind, (dark, light) in bands.items():
@@ -174,16 +197,25 @@ def test_kinds_are_told_apart_in_grey() -> None:
     assert lightness("#ffffff") == pytest.approx(100) and lightness("#000000") == 0
 
 
-@pytest.mark.parametrize(("length", "name"), [(20, "s"), (9, "ms"), (0.02, "ms"), (0.001, "µs"), (1e-9, "µs")])
+@pytest.mark.parametrize(
+    ("length", "name"), [(20, "s"), (9, "ms"), (0.02, "ms"), (0.001, "µs"), (1e-9, "µs")]
+)
 def test_seconds_have_a_unit_that_reads_well(length: float, name: str) -> None:
     assert unit_of_seconds(length)[1] == name
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "chunks"), [("1f1b", 4, 8), ("1f1b", 32, 128), ("gpipe", 64, 100), ("dualpipe_v", 4, 16)]
+    ("schedule", "pp", "chunks"),
+    [("1f1b", 4, 8), ("1f1b", 32, 128), ("gpipe", 64, 100), ("dualpipe_v", 4, 16)],
 )
-def test_all_text_has_at_least_10_pixels_of_a_screen(tmp_path: Path, schedule: str, pp: int, chunks: int) -> None:
-    drawn = figure([Panel(timeline_of(build(schedule, pp, chunks, INTERLEAVES.get(schedule, [1])[0]), COSTS))])
+def test_all_text_has_at_least_10_pixels_of_a_screen(
+    tmp_path: Path, schedule: str, pp: int, chunks: int
+) -> None:
+    drawn = figure(
+        [Panel(timeline_of(build(schedule, pp, chunks, INTERLEAVES.get(schedule, [1])[0]), COSTS))]
+    )
     save(drawn, tmp_path / "drawn.svg")
     sizes = re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", (tmp_path / "drawn.svg").read_text())
-    assert len(sizes) > pp and min(map(float, sizes)) * 96 / 72 >= 10, "px of an SVG whose side is in points"
+    assert len(sizes) > pp and min(map(float, sizes)) * 96 / 72 >= 10, (
+        "px of an SVG whose side is in points"
+    )

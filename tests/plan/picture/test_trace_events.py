@@ -56,10 +56,16 @@ def test_each_computation_has_a_slice_and_each_message_an_arrow(name: str) -> No
     timeline = timeline_of(schedule, COSTS)
     found = events_of(Panel(timeline))
     computed = [event for event in found["X"] if event["cat"] in {str(kind) for kind in COMPUTE}]
-    expected = {(str(s.action), s.start * 1000, (s.end - s.start) * 1000) for s in timeline.spans if is_computed(s)}
+    expected = {
+        (str(s.action), s.start * 1000, (s.end - s.start) * 1000)
+        for s in timeline.spans
+        if is_computed(s)
+    }
     assert {(event["name"], event["ts"], event["dur"]) for event in computed} == expected
     borders = [
-        stage for stage in range(1, schedule.num_stages) if schedule.rank_of(stage) != schedule.rank_of(stage - 1)
+        stage
+        for stage in range(1, schedule.num_stages)
+        if schedule.rank_of(stage) != schedule.rank_of(stage - 1)
     ]
     assert len(found["s"]) == 2 * 4 * len(borders)
     threads = [event["args"]["name"] for event in found["M"] if event["name"] == "thread_name"]
@@ -76,7 +82,12 @@ def test_an_arrow_ends_at_the_computation_that_used_the_message() -> None:
     for start, end in zip(found["s"], found["f"], strict=True):
         assert start["id"] == end["id"]
         pairs.add((slice_at(found["X"], start)["name"], slice_at(found["X"], end)["name"]))
-    assert {("0SEND_F0", "1F0"), ("1SEND_F1", "2F1"), ("3SEND_B0", "2I0"), ("1SEND_B1", "0I1")} <= pairs
+    assert {
+        ("0SEND_F0", "1F0"),
+        ("1SEND_F1", "2F1"),
+        ("3SEND_B0", "2I0"),
+        ("1SEND_B1", "0I1"),
+    } <= pairs
     assert len(pairs) == 12
 
 
@@ -84,10 +95,17 @@ def test_a_process_for_each_panel_and_seconds_as_microseconds() -> None:
     timeline = timeline_of(build("1f1b", 2, 1), Costs(f=0.001, b=0.002, comm=0.0001))
     panels = (Panel(timeline, "measured", (Reading(0, 0.0, 0.0002),)), Panel(timeline, "simulated"))
     found = events_of(*panels, unit=Unit.SECONDS)
-    names = {event["pid"]: event["args"]["name"] for event in found["M"] if event["name"] == "process_name"}
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in found["M"]
+        if event["name"] == "process_name"
+    }
     assert names == {1: "measured", 2: "simulated"}
     forwards = [event for event in found["X"] if event["name"] == "0F0"]
-    assert [(event["pid"], event["ts"], event["dur"]) for event in forwards] == [(1, 0, 1000), (2, 0, 1000)]
+    assert [(event["pid"], event["ts"], event["dur"]) for event in forwards] == [
+        (1, 0, 1000),
+        (2, 0, 1000),
+    ]
     assert [event["dur"] for event in found["X"] if event["cat"] == "data"] == [pytest.approx(200)]
     assert forwards[0]["args"] == {"stage": 0, "microbatch": 0}
     waits = {event["name"] for event in found["X"] if event["cat"] == str(Kind.RECV_B)}

@@ -35,10 +35,19 @@ def hardware(memory_bytes: int = 2**30, **other: Any) -> Hardware:
 
 
 def config(
-    builder: str = "meshwright_models.llama:build", samples: int = 8, dtype: str = "bfloat16", **options: Any
+    builder: str = "meshwright_models.llama:build",
+    samples: int = 8,
+    dtype: str = "bfloat16",
+    **options: Any,
 ) -> RunConfig:
-    """A model of two blocks, without a layout; options of a builder that is none of ours are all given."""
-    own = OPTIONS | (LLAMA if "llama" in builder else {}) if builder.startswith("meshwright_models.") else {}
+    """A model of two blocks, without a layout;
+    options of a builder that is none of ours are all given.
+    """
+    own = (
+        OPTIONS | (LLAMA if "llama" in builder else {})
+        if builder.startswith("meshwright_models.")
+        else {}
+    )
     return remove_layout(
         RunConfig.model_validate(
             {
@@ -57,7 +66,10 @@ def config(
 
 
 def cache(
-    builder: str = "meshwright_models.llama:build", samples: int = 8, fused: bool = False, **options: Any
+    builder: str = "meshwright_models.llama:build",
+    samples: int = 8,
+    fused: bool = False,
+    **options: Any,
 ) -> ModelCache:
     """Of such a model."""
     return ModelCache(config(builder, samples, **options), ExecutionOptions(fused=fused))
@@ -70,7 +82,9 @@ class Tokens:
         return 1000
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        ids = torch.randint(OPTIONS["vocab_size"], (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            OPTIONS["vocab_size"], (LENGTH + 1,), generator=torch.Generator().manual_seed(index)
+        )
         return ids[:-1], ids[1:]
 
 

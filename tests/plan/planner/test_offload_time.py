@@ -1,4 +1,6 @@
-"""The time of parallel.offload: copies over the host link, and sums and steps in the host's memory."""
+"""The time of parallel.offload: copies over the host link,
+and sums and steps in the host's memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ FREE = Link(bytes_per_s=1e18, latency_s=0.0)
 def took(zero: int, chunks: int, **hardware: Any) -> StepTime:
     """Time of a step on 4 devices with nothing overlapped and free links between them."""
     of = config(parallel={"dp": 4, "zero": zero, "offload": True}, chunks=chunks)
-    device = DEVICE.model_copy(update={"node_link": FREE, "host_memory_bytes_per_s": 1e18} | hardware)
+    device = DEVICE.model_copy(
+        update={"node_link": FREE, "host_memory_bytes_per_s": 1e18} | hardware
+    )
     traits = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False)
     return step_time(layout(of), PerformanceModel(device, IDEAL, traits))
 
@@ -29,15 +33,20 @@ def shard() -> float:
 
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_zero_3_copies_its_shards_in_every_micro_batch(chunks: int) -> None:
-    """4 bytes per element to the device for forward, 4 for backward, and 4 of the gradient to the host."""
+    """4 bytes per element to the device for forward, 4 for backward,
+    and 4 of the gradient to the host.
+    """
     found = took(3, chunks, host_link=Link(bytes_per_s=1e6, latency_s=0.0))
     assert found.gather == pytest.approx(chunks * 4 * shard() / 1e6, rel=1e-3)
-    assert found.reduce == pytest.approx(chunks * 4 * shard() / 1e6, rel=1e-3)  # both directions at once
+    # both directions at once
+    assert found.reduce == pytest.approx(chunks * 4 * shard() / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize("chunks", [1, 8])
 def test_zero_1_copies_gradients_and_weights_once_a_step(chunks: int) -> None:
-    slow, fast = (took(1, chunks, host_link=Link(bytes_per_s=rate, latency_s=0.0)) for rate in (1e6, 1e18))
+    slow, fast = (
+        took(1, chunks, host_link=Link(bytes_per_s=rate, latency_s=0.0)) for rate in (1e6, 1e18)
+    )
     assert slow.optimizer - fast.optimizer == pytest.approx(6 * shard() / 1e6, rel=1e-3)
     assert slow.gather == fast.gather and slow.reduce == fast.reduce
 

@@ -1,4 +1,6 @@
-"""A search and a dry run state the same seconds and MFU for the same layout, whatever the search has shortened."""
+"""A search and a dry run state the same seconds and MFU for the same layout,
+whatever the search has shortened.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from tests.plan.planner.small import config, hardware
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_plan_and_a_dry_run_agree(schedule: str) -> None:
     device, base = hardware(), config(samples=32)
-    choice = Choice(2, 2, 2, schedule, 1, 1, 16, 1, 2, sequence=True, recompute="none", offload=False)
+    choice = Choice(
+        2, 2, 2, schedule, 1, 1, 16, 1, 2, sequence=True, recompute="none", offload=False
+    )
     whole = with_choice(base, choice)
-    dry = evaluate(ModelCache(whole, execution_options(whole, device)), device, whole, choice_of(whole))
-    cache = ModelCache(base, execution_options(base, device))
+    dry = evaluate(
+        ModelCache(whole, execution_options(whole.train, device)), device, whole, choice_of(whole)
+    )
+    cache = ModelCache(base, execution_options(base.train, device))
     for schedule_of in (compute_schedule, lowered_schedule):
         shortened = schedule_of(cache, choice)
         assert shortened.chunks < dry.layout.schedule.chunks

@@ -1,4 +1,6 @@
-"""The page of a plan as a browser shows it: nothing from elsewhere, nothing cut, readable in the dark."""
+"""The page of a plan as a browser shows it: nothing from elsewhere, nothing cut,
+readable in the dark.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ TEXTS = """(() => {
     }
     return JSON.stringify(found);
 })()"""
-"""[[colour of a text, colour below it, filter over both, whether it is in a picture, the text], ...]"""
+"""[[colour of a text, colour below it, filter over both, whether it is in a picture, the text],
+...]
+"""
 
 LOOSE_ENDS = """(() => {
     const named = [...document.querySelectorAll("svg *")].flatMap(each => [...each.attributes].flatMap(attribute =>
@@ -57,7 +61,9 @@ def planned() -> tuple[ModelCache, Plan]:
     """Two nodes whose link is slow: a pipeline, so that a schedule is drawn."""
     bench = cache(samples=4)
     between = Link(bytes_per_s=1e7, latency_s=1e-6)
-    return bench, search(bench, hardware(devices_per_node=1, cluster_link=between, memory_bytes=2**22), 2)
+    return bench, search(
+        bench, hardware(devices_per_node=1, cluster_link=between, memory_bytes=2**22), 2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,22 +95,29 @@ def of_event(browser: Browser, *methods: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("width", "dark"), VIEWS)
-def test_it_asks_for_nothing_and_complains_of_nothing(browser: Browser, file: Path, width: int, dark: bool) -> None:
+def test_it_asks_for_nothing_and_complains_of_nothing(
+    browser: Browser, file: Path, width: int, dark: bool
+) -> None:
     browser.opened(file, width, dark=dark)
     browser.value("document.title")  # what was said until now has come by
     asked = [event["request"]["url"] for event in of_event(browser, "Network.requestWillBeSent")]
     assert asked == [file.as_uri()]
-    said = of_event(browser, "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+    said = of_event(
+        browser, "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"
+    )
     assert said == []
 
 
 @pytest.mark.parametrize(("width", "dark"), VIEWS[:2])
-def test_all_pictures_are_there_and_nothing_sticks_out(browser: Browser, file: Path, width: int, dark: bool) -> None:
+def test_all_pictures_are_there_and_nothing_sticks_out(
+    browser: Browser, file: Path, width: int, dark: bool
+) -> None:
     browser.opened(file, width, dark=dark)
     sizes = evaluated(
         browser,
-        "JSON.stringify([...document.querySelectorAll('svg, img')].map(each => "
-        "[each.getBoundingClientRect().width, each.getBoundingClientRect().height, each.getAttribute('aria-label')]))",
+        "JSON.stringify([...document.querySelectorAll('svg, img')].map(each =>"
+        " [each.getBoundingClientRect().width, each.getBoundingClientRect().height,"
+        " each.getAttribute('aria-label')]))",
     )
     assert [size[2] for size in sizes] == [
         "time of a step against memory",
@@ -148,7 +161,9 @@ def luminance(colour: RGB) -> float:
 
 
 @pytest.mark.parametrize(("width", "dark"), VIEWS[::2])
-def test_it_can_be_read_by_day_and_in_the_dark(browser: Browser, file: Path, width: int, dark: bool) -> None:
+def test_it_can_be_read_by_day_and_in_the_dark(
+    browser: Browser, file: Path, width: int, dark: bool
+) -> None:
     browser.opened(file, width, dark=dark)
     paper = luminance(channels(browser.value("getComputedStyle(document.body).backgroundColor")))
     assert paper < 0.02 if dark else paper > 0.9

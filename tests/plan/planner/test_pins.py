@@ -15,8 +15,14 @@ from tests.plan.planner.small import cache, hardware
 @pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 1}, {"dp": 4}, {"pp": 2, "tp": 2}], ids=str)
 def test_every_layout_has_the_pinned_degrees(pins: dict[str, int]) -> None:
     free = {each for each in choices(cache(), hardware(), 1) if isinstance(each, Choice)}
-    pinned = {each for each in choices(replace(cache(), pins=pins), hardware(), 1) if isinstance(each, Choice)}
-    assert pinned == {each for each in free if all(getattr(each, axis) == n for axis, n in pins.items())}
+    pinned = {
+        each
+        for each in choices(replace(cache(), pins=pins), hardware(), 1)
+        if isinstance(each, Choice)
+    }
+    assert pinned == {
+        each for each in free if all(getattr(each, axis) == n for axis, n in pins.items())
+    }
     assert pinned and pinned != free
 
 

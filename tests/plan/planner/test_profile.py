@@ -1,4 +1,6 @@
-"""What a layer does and holds on the meta device is what it does and holds for real, or what its formula says."""
+"""What a layer does and holds on the meta device is what it does and holds for real,
+or what its formula says.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,26 @@ class Attend(nn.Module):
 
 def profile(layer: nn.Module, x: Tensor, **other: Any) -> LayerProfile:
     """Of one layer without a loss."""
-    profiler = LayerProfiler(counting_group(1), cross_entropy, other.pop("execution", ExecutionOptions()))
+    profiler = LayerProfiler(
+        counting_group(1), cross_entropy, other.pop("execution", ExecutionOptions())
+    )
     inputs = x.to("meta").requires_grad_(x.is_floating_point())
     return profiler.profile([("layer", layer.to("meta"))], inputs, None, **other)[0]
 
 
 def kept_for_real(layer: nn.Module, x: Tensor) -> tuple[int, int]:
-    """(bytes that autograd holds after forward, besides what came in and goes out; bytes of what goes out)."""
+    """(bytes that autograd holds after forward, besides what came in and goes out;
+    bytes of what goes out).
+    """
     x.requires_grad_(x.is_floating_point())
     with Live() as live:
         output = layer(x)
-        own = {x.untyped_storage()._cdata} | {p.untyped_storage()._cdata for p in layer.parameters()}
-        live.storages = {key: reference for key, reference in live.storages.items() if key not in own}
+        own = {x.untyped_storage()._cdata} | {
+            p.untyped_storage()._cdata for p in layer.parameters()
+        }
+        live.storages = {
+            key: reference for key, reference in live.storages.items() if key not in own
+        }
         out_bytes = output.untyped_storage().nbytes()
         return live.live_bytes() - out_bytes, out_bytes
 
@@ -60,10 +70,14 @@ def kept_for_real(layer: nn.Module, x: Tensor) -> tuple[int, int]:
 LAYERS: dict[str, Any] = {
     "linear": lambda: nn.Linear(D, D),
     "tanh": lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh()),
-    "gelu mlp": lambda: nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)),
+    "gelu mlp": lambda: nn.Sequential(
+        nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)
+    ),
     "attention": lambda: Attend(),
     "attention, heads inside": lambda: Attend(strided=True),
-    "relu in place": lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, 2 * D)),
+    "relu in place": lambda: nn.Sequential(
+        nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, 2 * D)
+    ),
 }
 
 
@@ -80,7 +94,9 @@ def test_what_is_kept_is_what_autograd_keeps(name: str) -> None:
 def test_a_linear_is_one_product_forward_and_two_backward() -> None:
     found = profile(nn.Linear(D, 3 * D, bias=False), torch.randn(B, S, D))
     flops = 2.0 * B * S * D * 3 * D
-    assert [work.flops * work.times for work in found.forward if work.kind is WorkKind.PRODUCT] == [flops]
+    assert [work.flops * work.times for work in found.forward if work.kind is WorkKind.PRODUCT] == [
+        flops
+    ]
     assert sum(work.flops * work.times for work in found.backward) == 2 * flops
     (product,) = [work for work in found.forward if work.kind is WorkKind.PRODUCT]
     assert product.shape == (1, B * S, 3 * D, D)
@@ -90,7 +106,9 @@ def test_a_linear_is_one_product_forward_and_two_backward() -> None:
 
 
 def test_a_linear_in_float8_multiplies_at_the_float8_rate_where_the_device_has_one() -> None:
-    """Forward and the input gradient; the weight gradient is one of bfloat16. Conversions are a CPU's emulation."""
+    """Forward and the input gradient; the weight gradient is one of bfloat16.
+    Conversions are a CPU's emulation.
+    """
     layer = nn.Linear(4096, 8192, bias=False, dtype=torch.bfloat16)
     x = torch.randn(1, 8192, 4096, dtype=torch.bfloat16)
     plain = profile(layer, x)
@@ -101,8 +119,11 @@ def test_a_linear_in_float8_multiplies_at_the_float8_rate_where_the_device_has_o
     products = [(work.kind, work.flops) for work in found.backward if work.flops]
     assert products == [(WorkKind.FLOAT8, flops), (WorkKind.PRODUCT, flops)]
     assert sum(work.times for work in found.forward if work.kind is WorkKind.EMULATION) == 2
-    memory = Counter({work.bytes: work.times for work in found.forward if work.kind is WorkKind.MEMORY})
-    rows, width = 8192, 4096  # of x and of the weight: each is read once and written in bytes, with its exponents
+    memory = Counter(
+        {work.bytes: work.times for work in found.forward if work.kind is WorkKind.MEMORY}
+    )
+    # of x and of the weight: each is read once and written in bytes, with its exponents
+    rows, width = 8192, 4096
     assert memory[3 * rows * width + rows] == 2
     h100, a100 = (PerformanceModel.of(read_hardware(name)) for name in ("h100", "a100"))
 
@@ -113,17 +134,26 @@ def test_a_linear_in_float8_multiplies_at_the_float8_rate_where_the_device_has_o
             if work.kind in (WorkKind.PRODUCT, WorkKind.FLOAT8)
         )
 
-    assert product_s(found, h100) / product_s(plain, h100) == pytest.approx(989 / 1979 / 0.87, rel=0.02)
+    assert product_s(found, h100) / product_s(plain, h100) == pytest.approx(
+        989 / 1979 / 0.87, rel=0.02
+    )
     assert product_s(found, a100) == product_s(plain, a100)
     emulation = next(work for work in found.forward if work.kind is WorkKind.EMULATION)
-    assert h100.work_s(emulation, "bfloat16", backward=False) == 0 < a100.work_s(emulation, "bfloat16", backward=False)
+    assert (
+        h100.work_s(emulation, "bfloat16", backward=False)
+        == 0
+        < a100.work_s(emulation, "bfloat16", backward=False)
+    )
 
 
 def test_halves_of_a_backward_are_the_whole() -> None:
     layers = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
     whole = profile(layers, torch.randn(B, S, D))
     halves = profile(layers, torch.randn(B, S, D), splits_backward=True)
-    flops = [sum(w.flops * w.times for w in each) for each in (whole.backward, halves.backward, halves.weight_half)]
+    flops = [
+        sum(w.flops * w.times for w in each)
+        for each in (whole.backward, halves.backward, halves.weight_half)
+    ]
     assert flops[0] == flops[1] + flops[2]
     assert flops[1] == flops[2] == 2 * 2.0 * B * S * D * D
     assert (whole.weight_half, whole.deferred_bytes) == ((), 0)
@@ -137,7 +167,10 @@ def llama(tp: int = 1, sequence: bool = False, **how: Any) -> dict[str, LayerPro
     shapes = bench.example(B)
     execution = how.pop("execution", ExecutionOptions())
     found = LayerProfiler(group, bench.loss(layers, group), execution).profile(
-        [(n, layers.get_submodule(first)) for n, first in zip(bench.names, bench.representatives, strict=True)],
+        [
+            (n, layers.get_submodule(first))
+            for n, first in zip(bench.names, bench.representatives, strict=True)
+        ],
         shapes.inputs,
         shapes.labels,
         **how,
@@ -153,8 +186,12 @@ def calls(said: tuple[GroupMessages, ...]) -> Counter[str]:
 def test_a_block_sums_twice_forward_and_twice_backward() -> None:
     block = llama(tp=2)["block0"]
     assert calls(block.forward_messages) == calls(block.backward_messages) == {"all_reduce": 2}
-    message = B * S * D * 2  # bfloat16; a ring of two ranks puts 2 (n - 1) / n = 1 of it on the wire
-    assert sum(said.wire_bytes for said in (*block.forward_messages, *block.backward_messages)) == 4 * message
+    # bfloat16; a ring of two ranks puts 2 (n - 1) / n = 1 of it on the wire
+    message = B * S * D * 2
+    assert (
+        sum(said.wire_bytes for said in (*block.forward_messages, *block.backward_messages))
+        == 4 * message
+    )
 
 
 def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
@@ -162,7 +199,8 @@ def test_sequence_parallelism_gathers_and_scatters_instead() -> None:
     assert calls(block.forward_messages) == {"all_gather": 2, "reduce_scatter": 2}
     backward = calls(block.backward_messages)
     assert backward["reduce_scatter"] == 2
-    assert backward["all_gather"] in (2, 4)  # four: what was gathered is not kept but gathered again
+    # four: what was gathered is not kept but gathered again
+    assert backward["all_gather"] in (2, 4)
     assert "all_reduce" not in calls(block.forward_messages)
     assert block.outputs[0].bytes == B * S * D * 2 // 2
     assert llama()["block0"].forward_messages == ()
@@ -194,13 +232,20 @@ def test_recomputed_whole_a_layer_keeps_only_what_came_in() -> None:
 
 
 def test_attention_that_writes_its_scores_costs_more() -> None:
-    fused, written = llama()["block0"], llama(execution=ExecutionOptions(fused_attention=False))["block0"]
+    fused, written = (
+        llama()["block0"],
+        llama(execution=ExecutionOptions(fused_attention=False))["block0"],
+    )
 
     def moved(found: LayerProfile) -> float:
         return sum(work.bytes * work.times for work in (*found.forward, *found.backward))
 
     assert moved(written) > moved(fused)
-    assert {work.kind for work in fused.forward} == {WorkKind.PRODUCT, WorkKind.ATTENTION, WorkKind.MEMORY}
+    assert {work.kind for work in fused.forward} == {
+        WorkKind.PRODUCT,
+        WorkKind.ATTENTION,
+        WorkKind.MEMORY,
+    }
     assert WorkKind.ATTENTION not in {work.kind for work in written.forward}
 
 
@@ -213,12 +258,21 @@ class Bare(nn.Module):
 
 def test_fused_attention_keeps_a_number_for_a_row_and_the_other_all_scores() -> None:
     heads, x = 4, torch.randn(B, 4, S, D)
-    fused, written = (profile(Bare(), x, execution=ExecutionOptions(fused_attention=f)) for f in (True, False))
+    fused, written = (
+        profile(Bare(), x, execution=ExecutionOptions(fused_attention=f)) for f in (True, False)
+    )
     rows = B * heads * S * WIDE
     assert fused.kept_bytes - fused.outputs[0].bytes * fused.outputs[0].kept == rows
     assert written.kept_bytes - written.outputs[0].bytes * written.outputs[0].kept == rows * S
-    flops = [sum(w.flops * w.times for w in works) for works in (written.forward, fused.forward, fused.backward)]
-    assert flops == [4.0 * B * heads * S * S * D, 4.0 * B * heads * S * S * D, 10.0 * B * heads * S * S * D]
+    flops = [
+        sum(w.flops * w.times for w in works)
+        for works in (written.forward, fused.forward, fused.backward)
+    ]
+    assert flops == [
+        4.0 * B * heads * S * S * D,
+        4.0 * B * heads * S * S * D,
+        10.0 * B * heads * S * S * D,
+    ]
 
 
 def test_operations_that_are_fused_move_fewer_bytes() -> None:
@@ -267,7 +321,11 @@ def test_one_pass_of_a_loop_stands_for_all(monkeypatch: pytest.MonkeyPatch, rows
         with WorkRecorder(group) as recorder:
             vocab_parallel_cross_entropy(logits, labels, group, 96).sum().backward()
         found.append(
-            (sum(op.bytes * op.times for op in recorder.ops), sum(op.times for op in recorder.ops), len(recorder.ops))
+            (
+                sum(op.bytes * op.times for op in recorder.ops),
+                sum(op.times for op in recorder.ops),
+                len(recorder.ops),
+            )
         )
     assert found[0][:2] == pytest.approx(found[1][:2], rel=0.03)
     assert found[0][2] < found[1][2]

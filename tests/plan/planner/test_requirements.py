@@ -1,4 +1,6 @@
-"""Requirements of models on their layout: a search offers what a launch takes, and names what it refuses."""
+"""Requirements of models on their layout: a search offers what a launch takes,
+and names what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from meshwright_plan.planner.comparison import own_layout
 from meshwright_plan.planner.search import search
 from tests.plan.planner.small import cache, hardware
 
-SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+}
 SIZES |= {"ffn_size": 64, "max_sequence_length": 16}
 
 
@@ -89,15 +97,19 @@ def offered(builder: str, **options: Any) -> tuple[list[Choice], list[Rejection]
     return taken, [each for each in found if isinstance(each, Rejection)]
 
 
+@pytest.mark.long
 def test_sequence_parallelism_that_a_model_rules_out_is_not_offered() -> None:
     taken, _ = offered("whole_sequence")
     assert {(each.tp, each.sequence) for each in taken} == {(1, False), (2, False), (4, False)}
 
 
+@pytest.mark.long
 def test_tensor_parallelism_that_a_model_rules_out_is_rejected() -> None:
     taken, rejected = offered("no_tensor_parallelism")
     assert {each.tp for each in taken} == {1}
-    assert any("its heads share a weight; this rules out parallel.tp = 2" in each.rule for each in rejected)
+    assert any(
+        "its heads share a weight; this rules out parallel.tp = 2" in each.rule for each in rejected
+    )
 
 
 def test_a_buffer_that_counts_rules_out_replicas_tensor_parallelism_and_recompute() -> None:
@@ -113,6 +125,7 @@ def test_a_buffer_that_counts_rules_out_replicas_tensor_parallelism_and_recomput
         assert any(reason in each.rule for each in rejected), reason
 
 
+@pytest.mark.long
 def test_running_statistics_rule_out_bfloat16() -> None:
     taken, rejected = offered("normed")
     assert not taken
@@ -123,11 +136,22 @@ def test_batch_norm_goes_with_tensor_parallelism_but_not_with_sequence_paralleli
     bench = cache("tests.plan.planner.test_requirements:normed", dtype="float32")
     found = [each for each in choices(bench, hardware(), 1) if isinstance(each, Choice)]
     assert {(each.tp, each.sequence) for each in found} == {(1, False), (2, False), (4, False)}
-    draw_blueprint(resolve(with_choice(bench.config, next(each for each in found if each.tp == 2)), 4))
+    draw_blueprint(
+        resolve(with_choice(bench.config, next(each for each in found if each.tp == 2)), 4)
+    )
 
 
 def test_batch_norm_keeps_its_micro_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "examples/vision/convnet.toml", "--cluster", "h100", "--nodes", "1", "--devices-per-node", "2"]
+    arguments = [
+        "plan",
+        "examples/vision/convnet.toml",
+        "--cluster",
+        "h100",
+        "--nodes",
+        "1",
+        "--devices-per-node",
+        "2",
+    ]
     assert main(arguments) == 0
     sizes = re.findall(r"(\d+) x \d+  [01]  ", capsys.readouterr().out)
     assert sizes and set(sizes) == {"8"}
@@ -141,4 +165,8 @@ def test_an_own_layout_that_a_launch_refuses_is_not_compared() -> None:
     plan = search(bench, hardware(), 1)
     own = bench.config.replace(parallel={"dp": 4}, batch={"chunks": 1})
     said = own_layout(bench, plan, resolve(own, 4))
-    assert len(said) == 1 and "cannot run: layer" in said[0] and "each replica would keep its own" in said[0]
+    assert (
+        len(said) == 1
+        and "cannot run: layer" in said[0]
+        and "each replica would keep its own" in said[0]
+    )

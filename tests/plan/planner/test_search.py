@@ -1,4 +1,6 @@
-"""The layouts that are found: they can be run, fit, and none that was left out is better; the others say why not."""
+"""The layouts that are found: they can be run, fit, and none that was left out is better;
+the others say why not.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,23 @@ from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import peak_activations
 from meshwright_plan.planner.choice import Choice, Rejection, choice_of, with_choice
 from meshwright_plan.planner.choices import SCHEDULES, choices, divisors
-from meshwright_plan.planner.estimates import compute_schedule, estimate_bytes, estimate_s, in_flight, lowered_schedule
+from meshwright_plan.planner.estimates import (
+    compute_schedule,
+    estimate_bytes,
+    estimate_s,
+    in_flight,
+    lowered_schedule,
+)
 from meshwright_plan.planner.hardware import Hardware
+from meshwright_plan.planner.memory.reduction import NCCL
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
 from meshwright_plan.planner.rates import PerformanceModel
-from meshwright_plan.planner.reduction_buffers import NCCL
 from meshwright_plan.planner.search import search
 from meshwright_plan.planner.text import chosen_config, describe
 from tests.plan.planner.small import OPTIONS, cache, hardware
 from tests.support.errors import has_code
+from tests.support.marks import long_row, mark_all_rows_but
 
 KINDS = {
     "llama": ("meshwright_models.llama:build", {}),
@@ -37,7 +46,12 @@ KINDS = {
 
 
 def found(
-    kind: str = "llama", samples: int = 4, devices: int = 2, nodes: int = 1, best: int = 10, **box: int
+    kind: str = "llama",
+    samples: int = 4,
+    devices: int = 2,
+    nodes: int = 1,
+    best: int = 10,
+    **box: int,
 ) -> tuple[ModelCache, Plan]:
     """A small search."""
     builder, options = KINDS[kind]
@@ -45,6 +59,7 @@ def found(
     return bench, search(bench, hardware(devices_per_node=devices, **box), nodes, best=best)
 
 
+@mark_all_rows_but("long", "frozen")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
     bench, plan = found(kind, 2 if kind == "t5" else 4)
@@ -53,7 +68,10 @@ def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
     assert times == sorted(times)
     for each in plan.best:
         assert each.choice.pp * each.choice.dp * each.choice.tp == 2
-        assert each.choice.micro_batch_size * each.choice.chunks * each.choice.dp == bench.config.batch.global_batch
+        assert (
+            each.choice.micro_batch_size * each.choice.chunks * each.choice.dp
+            == bench.config.batch.global_batch
+        )
         blueprint = draw_blueprint(resolve(each.config, 2))
         assert blueprint.stages == each.layout.stages
         assert choice_of(each.config) == each.choice
@@ -73,11 +91,15 @@ def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
         {"pipeline": {"recompute": "full", "recompute_layers": ["block0"]}},
     ],
 )
-def test_a_chosen_layout_keeps_no_key_of_another(section: dict[str, dict[str, object]], tmp_path: Path) -> None:
+def test_a_chosen_layout_keeps_no_key_of_another(
+    section: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
     """What `plan --out` writes is a configuration that `train` takes."""
     bench = cache()
     base = bench.config.replace(**section)
-    offered = [each for each in choices(bench, hardware(devices_per_node=2), 1) if isinstance(each, Choice)]
+    offered = [
+        each for each in choices(bench, hardware(devices_per_node=2), 1) if isinstance(each, Choice)
+    ]
     plain = next(each for each in offered if each.recompute == "none")
     for choice in (plain, plain._replace(offload=True)):
         file = tmp_path / "plan.toml"
@@ -85,16 +107,33 @@ def test_a_chosen_layout_keeps_no_key_of_another(section: dict[str, dict[str, ob
         assert load(str(file), []).parallel.offload == choice.offload
 
 
+def test_keys_that_a_layout_sets_anew_rule_none_out() -> None:
+    """A folder for offload, groups of heads, and GPUs that the configuration names."""
+    plain, named = cache(), cache()
+    named.config = named.config.replace(
+        parallel={"offload": True, "offload_directory": "fast", "cp_head_groups": 2},
+        launch={"devices": "0,1", "share_devices": True},
+    )
+    box = hardware(devices_per_node=2)
+    expected = [each for each in choices(plain, box, 1) if isinstance(each, Choice)]
+    assert expected == [each for each in choices(named, box, 1) if isinstance(each, Choice)]
+
+
 @pytest.fixture(scope="module")
 def everything() -> tuple[ModelCache, list[RankedLayout]]:
-    """Every layout of two devices looked at, whatever it takes: time and memory do not depend on the room there is."""
+    """Every layout of two devices looked at, whatever it takes:
+    time and memory do not depend on the room there is.
+    """
     bench, box = cache(), hardware(devices_per_node=2)
     offered = [each for each in choices(bench, box, 1) if isinstance(each, Choice)]
     assert len(offered) == len(set(offered))
-    return bench, [evaluate(bench, box, with_choice(bench.config, c), c, lowered_schedule(bench, c)) for c in offered]
+    return bench, [
+        evaluate(bench, box, with_choice(bench.config, c), c, lowered_schedule(bench, c))
+        for c in offered
+    ]
 
 
-@pytest.mark.parametrize("memory_bytes", [2**30, 750_000, 480_000])
+@pytest.mark.parametrize("memory_bytes", [long_row(2**30), 750_000, 480_000])
 def test_nothing_that_was_left_out_is_better(
     everything: tuple[ModelCache, list[RankedLayout]], memory_bytes: int
 ) -> None:
@@ -117,10 +156,14 @@ def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_draw
     alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
     assert {c.recompute for c in alike} == {"none", "pointwise", "selective", "half", "full"}
 
-    def grown(of: ModelCache, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> RankedLayout:
+    def grown(
+        of: ModelCache, box: Hardware, config: RunConfig, choice: Choice, *more: Any
+    ) -> RankedLayout:
         found = evaluate(of, box, config, choice, *more)
         too_much = 2**40 * (choice.recompute != "full")
-        return replace(found, memory=tuple(each._replace(messages=too_much) for each in found.memory))
+        return replace(
+            found, memory=tuple(each._replace(messages=too_much) for each in found.memory)
+        )
 
     monkeypatch.setattr("meshwright_plan.planner.search.choices", lambda *_, **__: iter(alike))
     monkeypatch.setattr("meshwright_plan.planner.search.evaluate", grown)
@@ -136,7 +179,8 @@ def test_rejections_carry_the_number_that_breaks_the_rule() -> None:
     assert "tp across nodes: tp 8 does not divide the 4 devices of a node" in rules
     assert "pp 8 stages, but 5 layers" in rules
     assert any(
-        rule.startswith("memory, ") and "KiB of a device" in rule and "more than the usable" in rule for rule in rules
+        rule.startswith("memory, ") and "KiB of a device" in rule and "more than the usable" in rule
+        for rule in rules
     )
     assert all(each.times > 0 and each.example for each in plan.rejected)
     memory = sum(each.times for each in plan.rejected if each.rule.startswith("memory, "))
@@ -146,21 +190,30 @@ def test_rejections_carry_the_number_that_breaks_the_rule() -> None:
 def test_heads_that_cannot_be_divided_are_named() -> None:
     bench = cache(num_heads=2, num_kv_heads=2)
     rejected = [each for each in choices(bench, hardware(), 1) if isinstance(each, Rejection)]
-    assert any("has 2 units" in each.rule and "tp = 4 does not divide 2" in each.rule for each in rejected)
+    assert any(
+        "has 2 units" in each.rule and "tp = 4 does not divide 2" in each.rule for each in rejected
+    )
 
 
 def test_tensor_parallelism_never_goes_across_nodes() -> None:
     bench = cache(samples=8)
-    offered = [each for each in choices(bench, hardware(devices_per_node=3), 2) if isinstance(each, Choice)]
-    assert {each.tp for each in offered} == {1}  # 3 would fit a node, but not the heads; 2 and 6 go across
-    offered = [each for each in choices(bench, hardware(devices_per_node=2), 2) if isinstance(each, Choice)]
+    offered = [
+        each for each in choices(bench, hardware(devices_per_node=3), 2) if isinstance(each, Choice)
+    ]
+    # 3 would fit a node, but not the heads; 2 and 6 go across
+    assert {each.tp for each in offered} == {1}
+    offered = [
+        each for each in choices(bench, hardware(devices_per_node=2), 2) if isinstance(each, Choice)
+    ]
     assert {each.tp for each in offered} == {1, 2}
 
 
 def test_one_device() -> None:
     _, plan = found(devices=1)
     assert plan.best
-    assert {(each.choice.pp, each.choice.dp, each.choice.tp, each.choice.zero) for each in plan.best} == {(1, 1, 1, 0)}
+    assert {
+        (each.choice.pp, each.choice.dp, each.choice.tp, each.choice.zero) for each in plan.best
+    } == {(1, 1, 1, 0)}
     assert "pp 1 x dp 1 x tp 1" in str(plan.best[0].choice)
 
 
@@ -173,15 +226,20 @@ def test_so_many_samples_that_only_large_micro_batches_are_few_enough() -> None:
     _, plan = found(samples=4096, devices=1, best=3)
     assert plan.best
     assert {each.choice.micro_batch_size for each in plan.best} <= {4, 8, 16, 32, 64}
-    assert any("micro-batches in a step (the search stops at" in each.rule for each in plan.rejected)
+    assert any(
+        "micro-batches in a step (the search stops at" in each.rule for each in plan.rejected
+    )
 
 
 def test_a_tied_weight_counts_once_and_where_it_is_needed() -> None:
     bench = cache("meshwright_models.gpt2:build")
     shared = OPTIONS["vocab_size"] * OPTIONS["hidden_size"]
-    parts = sum(parameter.numel() for parameter in bench.model.layers.parameters())  # torch counts a shared one once
+    # torch counts a shared one once
+    parts = sum(parameter.numel() for parameter in bench.model.layers.parameters())
     assert bench.total_elements(1, False).trained == parts
-    pp2 = next(each for each in choices(bench, hardware(), 1) if isinstance(each, Choice) and each.pp == 2)
+    pp2 = next(
+        each for each in choices(bench, hardware(), 1) if isinstance(each, Choice) and each.pp == 2
+    )
     stages = bench.layout(with_choice(bench.config, pp2)).elements
     assert sum(stage.trained for stage in stages) == parts + shared  # both ends hold it
 
@@ -199,7 +257,13 @@ def test_what_needs_least_is_named_where_nothing_fits() -> None:
 def test_the_host_has_an_end_too() -> None:
     bench = cache()
     roomy, full = (
-        search(bench, hardware(700_000, devices_per_node=2, host_memory_bytes=size), 1, best=3, offload=True)
+        search(
+            bench,
+            hardware(700_000, devices_per_node=2, host_memory_bytes=size),
+            1,
+            best=3,
+            offload=True,
+        )
         for size in (2**30, 1000)
     )
     assert roomy.best
@@ -213,6 +277,7 @@ def test_a_dtype_that_nobody_has_timed_is_refused() -> None:
         search(cache(), hardware(flops_per_s={"float32": 1e12}), 1)
 
 
+@pytest.mark.long
 def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
     bench = cache()
     layout = Choice(48, 1, 1, "1f1b", 1, 1, 144, 0, 1, False, "none", False)
@@ -220,7 +285,10 @@ def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
         choice = layout._replace(schedule=schedule, interleave=interleave)
         whole = peak_activations(compute_schedule(bench, choice))
         for rank in (0, 24, 47):
-            assert in_flight(bench, choice)[rank] == pytest.approx(whole[rank], rel=0.2, abs=1), (schedule, rank)
+            assert in_flight(bench, choice)[rank] == pytest.approx(whole[rank], rel=0.2, abs=1), (
+                schedule,
+                rank,
+            )
 
 
 def test_the_ranks_that_are_walked_are_enough() -> None:
@@ -229,7 +297,10 @@ def test_the_ranks_that_are_walked_are_enough() -> None:
         choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
         layout = bench.layout(with_choice(bench.config, choice), compute_schedule(bench, choice))
         totals = [layout.memory(rank, NCCL).total for rank in range(4)]
-        assert max(totals) == max(totals[rank] for rank in layout.unlike_ranks()), (schedule, totals)
+        assert max(totals) == max(totals[rank] for rank in layout.unlike_ranks()), (
+            schedule,
+            totals,
+        )
 
 
 def test_one_cache_serves_several_devices() -> None:
@@ -246,6 +317,7 @@ def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
+@pytest.mark.long
 def test_a_search_runs_few_layers_and_cuts_few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts, which no load changes: of 6,630 layouts. Twice of what they are fails."""
     counts = {"layers run": 0, "footprints": 0, "layouts": 0}
@@ -259,7 +331,7 @@ def test_a_search_runs_few_layers_and_cuts_few_stages(monkeypatch: pytest.Monkey
 
     places = {
         "layers run": "layer_run.LayerRun.profile",
-        "footprints": "footprint.footprint",
+        "footprints": "memory.footprint.footprint",
         "layouts": "model_cache.ModelCache.layout",
     }
     for name, place in places.items():
@@ -272,9 +344,13 @@ def test_a_search_runs_few_layers_and_cuts_few_stages(monkeypatch: pytest.Monkey
     assert all(0 < counts[name] <= limit for name, limit in most.items()), counts
 
 
+@pytest.mark.long
 def test_estimates_from_a_shared_cache_are_those_of_a_fresh_one() -> None:
     """Layouts share stages and profiles: whatever decides on these has to tell them apart."""
-    box, shared = hardware(devices_per_node=4), cache(samples=8, num_layers=6).replaced(pins={"cp": 2})
+    box, shared = (
+        hardware(devices_per_node=4),
+        cache(samples=8, num_layers=6).replaced(pins={"cp": 2}),
+    )
     performance = PerformanceModel.of(box)
     first = next(c for c in choices(shared, box, 1) if isinstance(c, Choice) and c.pp == 2)
     changed = [
@@ -292,12 +368,17 @@ def test_estimates_from_a_shared_cache_are_those_of_a_fresh_one() -> None:
         return estimate_s(of, performance, choice), estimate_bytes(of, choice)
 
     for choice in changed:
-        assert estimates(shared, choice) == estimates(cache(samples=8, num_layers=6), choice), choice
+        assert estimates(shared, choice) == estimates(cache(samples=8, num_layers=6), choice), (
+            choice
+        )
     keys, heads = (estimates(shared, choice) for choice in changed[:2])
     assert keys != heads  # orders may tie
 
 
-@pytest.mark.parametrize(("schedule", "interleave"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "interleave"),
+    [long_row("interleaved_1f1b", 2), ("interleaved_1f1b", 4), long_row("zb_v", 2)],
+)
 def test_logits_are_estimated_for_one_micro_batch_in_flight(schedule: str, interleave: int) -> None:
     """The stage with the loss shares its rank with others, which hold many."""
     bench = cache(samples=32, vocab_size=16384, num_layers=16)

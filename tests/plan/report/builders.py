@@ -1,4 +1,6 @@
-"""Run directories as runs leave them, without training: metrics of each step, starts, checkpoints, a trace."""
+"""Run directories as runs leave them, without training: metrics of each step, starts, checkpoints,
+a trace.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def make_run(
     directory: Path,
     steps: int = 100,
     *,
-    starts: Sequence[tuple[int, Grid]] = ((0, Grid(2, 2, 2)),),
+    starts: Sequence[tuple[int, Grid]] = ((0, Grid(pp=2, dp=2, tp=2)),),
     change: Change = lambda step: {},
     seed: int = 0,
     traced: bool = True,
@@ -87,7 +89,7 @@ def make_run(
     if traced:
         make_trace(directory, config, min(5, steps))
     if steps:
-        make_peaks(directory, steps, starts[-1][1] if starts else Grid(2, 2, 2))
+        make_peaks(directory, steps, starts[-1][1] if starts else Grid(pp=2, dp=2, tp=2))
     return directory
 
 
@@ -104,7 +106,10 @@ def make_mixture_run(directory: Path, steps: int = 60, num_experts: int = 40) ->
     loads = [
         {
             "step": step,
-            "counts": {f"block{i}.mlp.router": [draw.randrange(99) for _ in range(num_experts)] for i in range(4)},
+            "counts": {
+                f"block{i}.mlp.router": [draw.randrange(99) for _ in range(num_experts)]
+                for i in range(4)
+            },
         }
         for step in range(1, steps + 1)
     ]
@@ -114,16 +119,24 @@ def make_mixture_run(directory: Path, steps: int = 60, num_experts: int = 40) ->
 
 def make_peaks(run: Path, step: int, grid: Grid) -> None:
     """Of each rank, a tenth of a GiB more from stage to stage."""
-    peaks = tuple(2**30 + grid.coordinates(rank).pp_rank * 2**30 // 10 + rank for rank in range(grid.size))
-    found = Peaks(step=step, device="cpu", grid=tuple(grid), peaks=peaks)
+    peaks = tuple(
+        2**30 + grid.coordinates(rank).pp_rank * 2**30 // 10 + rank for rank in range(grid.size)
+    )
+    found = Peaks(step=step, device="cpu", grid=grid.degrees, peaks=peaks)
     (run / PEAKS).write_text(found.model_dump_json())
 
 
 def make_checkpoint(run: Path, step: int, config: RunConfig, saved_at_s: object = None) -> None:
-    """Its manifest and an empty file: nobody reads more of it here. ``saved_at_s`` None: of an earlier version."""
+    """Its manifest and an empty file: nobody reads more of it here. ``saved_at_s`` None:
+    of an earlier version.
+    """
     path = run / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    tensors = {"weights/a": {"shape": [100, 20]}, "weights/b": {"shape": [7]}, "exp_avg/a": {"shape": [100, 20]}}
+    tensors = {
+        "weights/a": {"shape": [100, 20]},
+        "weights/b": {"shape": [7]},
+        "exp_avg/a": {"shape": [100, 20]},
+    }
     manifest = {
         "step": step,
         "samples_seen": 8 * step,
@@ -137,8 +150,10 @@ def make_checkpoint(run: Path, step: int, config: RunConfig, saved_at_s: object 
 
 
 def make_trace(run: Path, config: RunConfig, step: int) -> None:
-    """Of the configuration's schedule, as if each action had taken what the simulator says, in ms."""
-    schedule = draw_schedule(config)
+    """Of the configuration's schedule, as if each action had taken what the simulator says,
+    in ms.
+    """
+    schedule = draw_schedule(config.pipeline, config.parallel.pp, config.batch.chunks)
     timeline = simulate(schedule, Costs(f=0.01, b=0.02, comm=0.002, step=0.003))
     write_trace(
         Trace(
@@ -149,7 +164,9 @@ def make_trace(run: Path, config: RunConfig, step: int) -> None:
             hosts=("node0",) * config.parallel.pp,
             clock_error_s=0.0,
             schedule=format_schedule(schedule),
-            spans=tuple((span.rank, str(span.action), span.start, span.end) for span in timeline.spans),
+            spans=tuple(
+                (span.rank, str(span.action), span.start, span.end) for span in timeline.spans
+            ),
             data=((0, 0.0, 0.001),),
         ),
         run / "traces" / f"step-{step:08d}.json",

@@ -1,4 +1,6 @@
-"""Where the time went: a step whose every second is known, and the costs found again in a simulation."""
+"""Where the time went: a step whose every second is known,
+and the costs found again in a simulation.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis import Costs, Reading, Span, Timeline, simulate
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.lower import lower
-from meshwright_plan.report.account import Account, account, measured_costs, table, without_early_steps
+from meshwright_plan.report.account import (
+    Account,
+    account,
+    measured_costs,
+    table,
+    without_early_steps,
+)
 from tests.framework.schedule.sizes import smallest
 
 
@@ -41,9 +49,18 @@ READINGS = (Reading(0, 0, 0.5), Reading(1, 0, 0.25))
 
 def test_every_second_of_a_step_is_accounted_for() -> None:
     first, second = account(STEP, READINGS)
-    assert first == Account(0, compute=6, waiting=5, communication=1.25, reduce=1, optimizer=2, data=0.5, other=0.25)
+    assert first == Account(
+        0, compute=6, waiting=5, communication=1.25, reduce=1, optimizer=2, data=0.5, other=0.25
+    )
     assert second == Account(
-        1, compute=5, waiting=2.25 + 4.75, communication=1, reduce=0.75, optimizer=1.75, data=0.25, other=0.25
+        1,
+        compute=5,
+        waiting=2.25 + 4.75,
+        communication=1,
+        reduce=0.75,
+        optimizer=1.75,
+        data=0.25,
+        other=0.25,
     )
     assert first.total == second.total == 16
 
@@ -66,18 +83,26 @@ def test_a_simulation_gives_back_its_costs(name: str) -> None:
         Costs(f=1 + stage / 8, b=2 + stage / 4, i=1.5, w=1.25 + stage / 8, comm=0.125, reduce=0.5)
         for stage in range(schedule.num_stages)
     ]
-    taken = {(action.stage, action.kind) for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
+    taken = {
+        (action.stage, action.kind)
+        for rank in range(schedule.pp)
+        for _, action in schedule.actions(rank)
+    }
     found = measured_costs(schedule, simulate(schedule, costs))
     for stage, (given, measured) in enumerate(zip(costs, found, strict=True)):
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.REDUCE):
-            assert measured.of(kind) == (pytest.approx(given.of(kind)) if (stage, kind) in taken else 0)
+            assert measured.of(kind) == (
+                pytest.approx(given.of(kind)) if (stage, kind) in taken else 0
+            )
     assert {round(measured.comm, 9) for measured in found} <= {0, 0.125}
     assert found[0].comm == pytest.approx(0.125)
 
 
 def test_without_messages_that_were_waited_for_a_message_costs_nothing() -> None:
     schedule = lower(build("1f1b", 1, 2))
-    assert measured_costs(schedule, simulate(schedule, Costs(step=3))) == (Costs(f=1, b=2, i=0, w=0, step=3),)
+    assert measured_costs(schedule, simulate(schedule, Costs(step=3))) == (
+        Costs(f=1, b=2, i=0, w=0, step=3),
+    )
 
 
 def test_the_table_has_a_line_per_rank_its_mean_and_shares() -> None:

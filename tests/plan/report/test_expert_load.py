@@ -11,7 +11,14 @@ import torch
 
 from meshwright.tracking.expert_load import choice_metrics, counts_of, load_metrics
 from meshwright.tracking.record import EXPERT_LOAD
-from meshwright_plan.report.experts import MAX_LAYERS, MAX_ROWS, MAX_STEPS, evenly, heat_maps, read_loads
+from meshwright_plan.report.experts import (
+    MAX_LAYERS,
+    MAX_ROWS,
+    MAX_STEPS,
+    evenly,
+    heat_maps,
+    read_loads,
+)
 
 
 def test_figures_of_a_step() -> None:
@@ -31,7 +38,9 @@ def test_figures_of_the_choices_of_a_step() -> None:
     sums |= {"b.counts": torch.tensor([4.0, 4.0]), "a.entropy": torch.tensor([3.0, 4.0])}
     sums |= {"b.entropy": torch.tensor([1.0, 4.0]), "c.entropy": torch.zeros(2)}
     found = choice_metrics({name: each.double() for name, each in sums.items()})
-    assert found == {"experts/token_entropy": 0.5, "experts/dropped_share": 0.25}, "b has no capacity, c no tokens"
+    assert found == {"experts/token_entropy": 0.5, "experts/dropped_share": 0.25}, (
+        "b has no capacity, c no tokens"
+    )
     assert choice_metrics({}) == {} and counts_of(sums, ".dropped") == {"a": [2, 0]}
 
 
@@ -39,10 +48,14 @@ def test_maps_of_a_run(tmp_path: Path) -> None:
     assert heat_maps(tmp_path) == []
     line = {"step": 1, "counts": {f"block{i}.mlp.router": [4, 0, *[2] * 62] for i in range(9)}}
     steps = [json.dumps(line | {"step": step}) for step in range(100)]
-    (tmp_path / EXPERT_LOAD).write_text("\n".join([*steps, steps[3], "torn", '{"step": 5, "counts": {"a": [-1]}}', ""]))
+    (tmp_path / EXPERT_LOAD).write_text(
+        "\n".join([*steps, steps[3], "torn", '{"step": 5, "counts": {"a": [-1]}}', ""])
+    )
     assert len(read_loads(tmp_path)) == 100
     maps = heat_maps(tmp_path)
-    assert len(maps) == MAX_LAYERS and maps[0].title == "block0.mlp.router: 64 experts, steps 0 to 99"
+    assert (
+        len(maps) == MAX_LAYERS and maps[0].title == "block0.mlp.router: 64 experts, steps 0 to 99"
+    )
     assert maps[0].picture.count("<rect") == MAX_ROWS * MAX_STEPS
     assert 'fill-opacity="1.00"><title>step 0, expert 0: 2.00 x mean' in maps[0].picture
     assert maps[0].last_expert == 63 and maps[0].steps == (0, 99), "labels of the rows and columns"
@@ -52,12 +65,19 @@ def test_maps_of_a_run(tmp_path: Path) -> None:
 
 def test_a_row_of_several_experts_names_the_busiest(tmp_path: Path) -> None:
     counts = [0, 6, *[2] * 61, 0]
-    (tmp_path / EXPERT_LOAD).write_text(json.dumps({"step": 1, "counts": {"router": counts}}) + "\n")
+    (tmp_path / EXPERT_LOAD).write_text(
+        json.dumps({"step": 1, "counts": {"router": counts}}) + "\n"
+    )
     (found,) = heat_maps(tmp_path)
-    assert "step 1, expert 1: 3.00 x mean" in found.picture and "expert 62: 1.00 x mean" in found.picture
+    assert (
+        "step 1, expert 1: 3.00 x mean" in found.picture
+        and "expert 62: 1.00 x mean" in found.picture
+    )
 
 
 def test_names_of_layers_are_text(tmp_path: Path) -> None:
-    (tmp_path / EXPERT_LOAD).write_text(json.dumps({"step": 1, "counts": {'"><script>': [1, 2]}}) + "\n")
+    (tmp_path / EXPERT_LOAD).write_text(
+        json.dumps({"step": 1, "counts": {'"><script>': [1, 2]}}) + "\n"
+    )
     (found,) = heat_maps(tmp_path)
     assert "<script" not in found.picture

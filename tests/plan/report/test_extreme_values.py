@@ -14,8 +14,22 @@ from meshwright_plan.page.points import drawable
 from tests.plan.report.builders import make_run
 
 VALUES: list[Any] = [1e308, -1e308, 1e-320, 0, "NaN", "-Infinity", "1e308", 10**18]
-KEYS = ("train/loss", "train/lr", "perf/step_s", "perf/tokens_per_sec", "validation/loss", "memory/peak_gib", "mine/x")
-COUNTS = [("step", 2**62), ("step", -5), ("train/tokens", 2**62), ("perf/devices", 2**62), ("train/restarts", 2**62)]
+KEYS = (
+    "train/loss",
+    "train/lr",
+    "perf/step_s",
+    "perf/tokens_per_sec",
+    "validation/loss",
+    "memory/peak_gib",
+    "mine/x",
+)
+COUNTS = [
+    ("step", 2**62),
+    ("step", -5),
+    ("train/tokens", 2**62),
+    ("perf/devices", 2**62),
+    ("train/restarts", 2**62),
+]
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object) -> int:
@@ -33,7 +47,9 @@ def rewrite(path: Path, key: str, values: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_extreme_numbers_of_steps(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extreme_numbers_of_steps(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, values in enumerate([VALUES, VALUES[:2], VALUES[:1], VALUES[2:3]]):
         run = make_run(tmp_path / f"run{number}", 8, traced=False)
         rewrite(run / "metrics.jsonl", key, values)
@@ -44,7 +60,9 @@ def test_extreme_numbers_of_steps(key: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("key", "value"), COUNTS)
-def test_extreme_counts(key: str, value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extreme_counts(
+    key: str, value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "run", 3, traced=False)
     rewrite(run / "metrics.jsonl", key, [value])
     assert told(capsys, "report", run) == 0
@@ -53,7 +71,15 @@ def test_extreme_counts(key: str, value: int, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     "times",
-    [(0.0, 0.0), (0.0, 1e308), (-1e308, 1e308), (0.0, 5e-324), (0.0, 1e-12), (0.0, 1e6), (1e6, 1e6 + 1e-9)],
+    [
+        (0.0, 0.0),
+        (0.0, 1e308),
+        (-1e308, 1e308),
+        (0.0, 5e-324),
+        (0.0, 1e-12),
+        (0.0, 1e6),
+        (1e6, 1e6 + 1e-9),
+    ],
 )
 def test_extreme_times_of_a_trace(
     times: tuple[float, float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -75,8 +101,12 @@ def test_what_a_chart_can_draw() -> None:
     assert all(math.isnan(drawable(value)) for value in (1e308, -1e101, math.nan, math.inf))
 
 
-def test_a_schedule_of_many_forwards_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A resolved.json of some hundred bytes can ask for 2^18 forwards, which take minutes to simulate."""
+def test_a_schedule_of_many_forwards_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resolved.json of some hundred bytes can ask for 2^18 forwards,
+    which take minutes to simulate.
+    """
     for chunks, is_drawn in ((8, True), (4000, False)):
         run = make_run(tmp_path / f"run{chunks}", 3, traced=False)
         path = run / "resolved.json"

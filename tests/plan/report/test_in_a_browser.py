@@ -1,4 +1,6 @@
-"""The pages as people see them: in a real browser, on a desk, on a phone, in the dark, without a network."""
+"""The pages as people see them: in a real browser, on a desk, on a phone, in the dark,
+without a network.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from meshwright_plan.report.run import read_run
 from tests.plan.report.builders import make_mixture_run, make_run
 from tests.support.chromium import CHROMIUM, Browser
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"
+)
 
 DESK, PHONE = 1280, 390
 
@@ -28,16 +32,33 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a run that was restarted and traced, of one without a step, and of all of them, everything unfolded."""
+    """Of a run that was restarted and traced, of one without a step, and of all of them,
+    everything unfolded.
+    """
     folder = tmp_path_factory.mktemp("pages")
-    starts = ((0, Grid(2, 2, 2)), (40, Grid(4, 2, 1)))
+    starts = ((0, Grid(pp=2, dp=2, tp=2)), (40, Grid(pp=4, dp=2)))
     wide = {"model": {"options": {"a_long_name": "x" * 200}}}
-    demo = read_run(make_run(folder / "demo", 200, starts=starts, saved=(40, 200), train={"steps": 200}, **wide))
-    zero = read_run(make_run(folder / "a-run-whose-name-is-rather-long-and-has-no-blank-anywhere", 0, traced=False))
-    other = read_run(make_run(folder / "other", 300, seed=1, train={"steps": 300}, optimizer={"learning_rate": 1e-3}))
+    demo = read_run(
+        make_run(folder / "demo", 200, starts=starts, saved=(40, 200), train={"steps": 200}, **wide)
+    )
+    zero = read_run(
+        make_run(
+            folder / "a-run-whose-name-is-rather-long-and-has-no-blank-anywhere", 0, traced=False
+        )
+    )
+    other = read_run(
+        make_run(
+            folder / "other", 300, seed=1, train={"steps": 300}, optimizer={"learning_rate": 1e-3}
+        )
+    )
     mixture = read_run(make_mixture_run(folder / "mixture"))
     found = {}
-    contents = {"demo": [demo], "zero": [zero], "mixture": [mixture], "all": [demo, zero, other, mixture]}
+    contents = {
+        "demo": [demo],
+        "zero": [zero],
+        "mixture": [mixture],
+        "all": [demo, zero, other, mixture],
+    }
     for name, runs in contents.items():
         found[name] = folder / f"{name}.html"
         found[name].write_text(page(runs).replace("<details", "<details open"))
@@ -47,13 +68,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("width", [DESK, PHONE])
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("name", ["demo", "zero", "mixture", "all"])
-def test_it_fits_and_asks_nobody(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
+def test_it_fits_and_asks_nobody(
+    browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool
+) -> None:
     browser.opened(pages[name], width, dark=dark)
     assert browser.value("document.documentElement.scrollWidth") <= width
     assert browser.value("Math.max(...[...document.querySelectorAll('.chart, p, h1, h2')].map("
                          "e => e.getBoundingClientRect().right))") <= width  # fmt: skip
     asked = [
-        each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"
+        each["params"]["request"]["url"]
+        for each in browser.events
+        if each["method"] == "Network.requestWillBeSent"
     ]
     assert asked == [pages[name].as_uri()]
     bad = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
@@ -62,19 +87,28 @@ def test_it_fits_and_asks_nobody(browser: Browser, pages: dict[str, Path], name:
     paper = browser.value(BRIGHTNESS.format(of="document.body", what="backgroundColor"))
     assert (paper < 40 and light > 200) if dark else (paper > 240 and light < 60)
     if name != "zero":
-        lines = browser.value("[...document.querySelectorAll('.area .line')].map(e => getComputedStyle(e).stroke)")
+        lines = browser.value(
+            "[...document.querySelectorAll('.area .line')].map(e => getComputedStyle(e).stroke)"
+        )
         assert lines and "none" not in lines
         assert browser.value("Math.min(...[...document.querySelectorAll('.ys span, .xs span')].map("
                              "e => parseFloat(getComputedStyle(e).fontSize)))") >= 10  # fmt: skip
 
 
-BRIGHTNESS = "getComputedStyle({of}).{what}.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0) / 3"
+BRIGHTNESS = (
+    "getComputedStyle({of}).{what}.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0) / 3"
+)
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])
 def test_words_are_not_broken_by_letters(browser: Browser, tmp_path: Path, width: int) -> None:
-    """Beside a run of a very long name the figures' own names stay readable: no column is a letter wide."""
-    runs = [read_run(make_run(tmp_path / name, 3)) for name in ("one", "a-name-without-a-blank-" * 6, "three")]
+    """Beside a run of a very long name the figures' own names stay readable:
+    no column is a letter wide.
+    """
+    runs = [
+        read_run(make_run(tmp_path / name, 3))
+        for name in ("one", "a-name-without-a-blank-" * 6, "three")
+    ]
     (tmp_path / "page.html").write_text(page(runs))
     browser.opened(tmp_path / "page.html", width)
     cells = "[...document.querySelectorAll('.plain tr td:first-child')].filter(e => e.offsetWidth)"
@@ -92,12 +126,21 @@ def test_maps_of_experts_fill_their_columns(
     boxes = browser.value("[...document.querySelectorAll('.map svg')].map(e => e.getBoundingClientRect()).map("
                           "b => [b.left, b.top, b.right, b.bottom])")  # fmt: skip
     assert len(boxes) == 4 and len({left for left, *_ in boxes}) == in_a_row
-    assert all(0 <= left < right <= width and right - left > 0.8 * width / in_a_row - 60 for left, _, right, _ in boxes)
-    labels = browser.value("[...document.querySelector('.map').querySelectorAll('span')].map(e => e.textContent)")
+    assert all(
+        0 <= left < right <= width and right - left > 0.8 * width / in_a_row - 60
+        for left, _, right, _ in boxes
+    )
+    labels = browser.value(
+        "[...document.querySelector('.map').querySelectorAll('span')].map(e => e.textContent)"
+    )
     assert labels == ["0", "39", "1", "step", "60"]
-    rows = browser.value("[...document.querySelectorAll('.map .rows')].map(e => e.getBoundingClientRect().height)")
+    rows = browser.value(
+        "[...document.querySelectorAll('.map .rows')].map(e => e.getBoundingClientRect().height)"
+    )
     heights = [bottom - top for _, top, _, bottom in boxes]
-    assert rows == pytest.approx(heights, abs=1.5), "the labels of the rows stand at the first and the last"
+    assert rows == pytest.approx(heights, abs=1.5), (
+        "the labels of the rows stand at the first and the last"
+    )
 
 
 def test_what_is_under_the_pointer_is_told(browser: Browser, pages: dict[str, Path]) -> None:
@@ -135,8 +178,12 @@ def test_other_axes(browser: Browser, pages: dict[str, Path]) -> None:
     choose(browser, x="tokens")
     assert browser.value("charts[0].view.x1") == pytest.approx(run.records[-1].tokens, rel=1e-6)
     choose(browser, x="time", logX=True)
-    assert browser.value("10 ** charts[0].view.x1") == pytest.approx(sum(r.step_s for r in run.records), rel=1e-6)
-    assert browser.value("10 ** charts[0].view.x0") == pytest.approx(run.records[0].step_s, rel=1e-6)
+    assert browser.value("10 ** charts[0].view.x1") == pytest.approx(
+        sum(r.step_s for r in run.records), rel=1e-6
+    )
+    assert browser.value("10 ** charts[0].view.x0") == pytest.approx(
+        run.records[0].step_s, rel=1e-6
+    )
     choose(browser, x="step", logX=False, logY=True)
     view = browser.value("charts[0].view")
     low = min(min(record.loss, record.validation_loss or record.loss) for record in run.records)
@@ -144,10 +191,14 @@ def test_other_axes(browser: Browser, pages: dict[str, Path]) -> None:
     assert view["y0"] < math.log10(low) < math.log10(high) < view["y1"] and view["logY"]
     assert browser.value("document.querySelector('.scale').textContent") == "logarithmic"
     choose(browser, logY=False)
-    assert browser.value("document.querySelector('.charts').innerHTML") == before, "as it was rendered"
+    assert browser.value("document.querySelector('.charts').innerHTML") == before, (
+        "as it was rendered"
+    )
 
 
-def test_smoothing_is_a_moving_average_over_the_raw_curve(browser: Browser, pages: dict[str, Path]) -> None:
+def test_smoothing_is_a_moving_average_over_the_raw_curve(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     browser.opened(pages["demo"], DESK)
     losses = [record.loss for record in read_run(pages["demo"].parent / "demo").records]
     choose(browser, smooth="33")  # a weight of 0.9
@@ -161,10 +212,14 @@ def test_smoothing_is_a_moving_average_over_the_raw_curve(browser: Browser, page
     assert len(points) == len(losses)
     drawn = [view["y0"] + (1 - y / 10_000) * (view["y1"] - view["y0"]) for _, y in points]
     assert drawn == pytest.approx(expected, abs=(view["y1"] - view["y0"]) / 9_000)
-    assert browser.value("document.querySelectorAll('.chart')[0].querySelector('.line.pale') !== null")
+    assert browser.value(
+        "document.querySelectorAll('.chart')[0].querySelector('.line.pale') !== null"
+    )
 
 
-def test_a_drag_zooms_all_charts_and_a_double_click_shows_all(browser: Browser, pages: dict[str, Path]) -> None:
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_all(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     browser.opened(pages["demo"], DESK)
     box = browser.value("(b => ({x: b.left, y: b.top + 30, w: b.width}))"
                         "(document.querySelector('.area').getBoundingClientRect())")  # fmt: skip
@@ -182,10 +237,14 @@ def test_a_drag_zooms_all_charts_and_a_double_click_shows_all(browser: Browser, 
     ticks = [float(text) for text in browser.value(TICKS.format("xs"))]
     assert ticks and min(ticks) >= 50 and max(ticks) <= 101
     browser.value("charts[0].area.ondblclick()")
-    assert browser.value("charts[0].view.x1") == 200 and browser.value("tools.querySelector('.whole').disabled")
+    assert browser.value("charts[0].view.x1") == 200 and browser.value(
+        "tools.querySelector('.whole').disabled"
+    )
 
 
-def test_the_tools_work_with_several_runs_and_hostile_names(browser: Browser, tmp_path: Path) -> None:
+def test_the_tools_work_with_several_runs_and_hostile_names(
+    browser: Browser, tmp_path: Path
+) -> None:
     name = "<img src=x onerror=alert(1)>' \"&"
     make_run(tmp_path / "one", 160).rename(tmp_path / name)
     runs = [read_run(tmp_path / name), read_run(make_run(tmp_path / "two", 160))]
@@ -199,12 +258,18 @@ def test_the_tools_work_with_several_runs_and_hostile_names(browser: Browser, tm
     assert not [each for each in browser.events if each["method"] in bad]
 
 
-def test_the_schedule_in_the_dark_stands_on_dark_paper(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_schedule_in_the_dark_stands_on_dark_paper(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     """Its boxes keep their colours; what stands beside them turns light."""
     for dark in (False, True):
         browser.opened(pages["demo"], DESK, dark=dark)
-        text = browser.value(BRIGHTNESS.format(of="document.querySelector('.shaded svg text')", what="fill"))
-        paper = browser.value(BRIGHTNESS.format(of="document.querySelector('.shaded')", what="backgroundColor"))
+        text = browser.value(
+            BRIGHTNESS.format(of="document.querySelector('.shaded svg text')", what="fill")
+        )
+        paper = browser.value(
+            BRIGHTNESS.format(of="document.querySelector('.shaded')", what="backgroundColor")
+        )
         assert (paper < 40 and text > 200) if dark else (paper > 240 and text < 60)
         assert browser.value("[...document.querySelectorAll('.shaded path')].some("
                              "e => getComputedStyle(e).fill === 'rgb(240, 152, 60)')")  # fmt: skip
@@ -248,20 +313,54 @@ def test_no_tile_is_alone_in_its_row(browser: Browser, pages: dict[str, Path], w
 
 
 @pytest.mark.parametrize("width", PHONE_TO_WALL)
-def test_the_numbers_of_a_schedule_can_be_read(browser: Browser, pages: dict[str, Path], width: int) -> None:
-    """10 pixels at least; where the boxes are too small for that, the pointer tells rank and action."""
+def test_the_numbers_of_a_schedule_can_be_read(
+    browser: Browser, pages: dict[str, Path], width: int
+) -> None:
+    """10 pixels at least; where the boxes are too small for that,
+    the pointer tells rank and action.
+    """
     browser.opened(pages["demo"], width)
     sizes = browser.value("[...document.querySelectorAll('.shaded svg text')].map("
                           "e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a)")  # fmt: skip
     assert len(sizes) > 20 and min(sizes) >= 10
-    titles = browser.value("[...document.querySelectorAll('.shaded svg g > title')].map(e => e.textContent)")
-    assert "rank0 0F0" in titles and len(titles) == len(set(titles)) * 2, "a measured and a simulated one of each"
+    titles = browser.value(
+        "[...document.querySelectorAll('.shaded svg g > title')].map(e => e.textContent)"
+    )
+    assert "rank0 0F0" in titles and len(titles) == len(set(titles)) * 2, (
+        "a measured and a simulated one of each"
+    )
 
 
 def test_the_x_axis_has_the_chosen_name(browser: Browser, pages: dict[str, Path]) -> None:
     browser.opened(pages["demo"], DESK)
     for chosen, name in (("tokens", "tokens"), ("time", "time in steps"), ("step", "step")):
         choose(browser, x=chosen)
-        assert browser.value("[...new Set([...document.querySelectorAll('.x-name')].map(e => e.textContent))]") == [
-            name
-        ]
+        assert browser.value(
+            "[...new Set([...document.querySelectorAll('.x-name')].map(e => e.textContent))]"
+        ) == [name]
+
+
+def test_a_spike_has_a_logarithmic_scale_and_a_lone_step_is_a_dot(
+    browser: Browser, tmp_path: Path
+) -> None:
+    def change(step: int) -> dict[str, object]:
+        spike = {"grad_norm": 500.0} if step == 30 else {}
+        return spike | ({"loss": math.nan} if step in (10, 12) else {})
+
+    (tmp_path / "page.html").write_text(
+        page([read_run(make_run(tmp_path / "a", 40, change=change))])
+    )
+    browser.opened(tmp_path / "page.html", DESK)
+    scales = browser.value("[...document.querySelectorAll('.scale')].map(e => e.textContent)")
+    assert scales == ["logarithmic" if at == 2 else "" for at in range(len(scales))]
+    labels = browser.value(
+        "[...document.querySelectorAll('.ys')[2].children].map(e => e.textContent)"
+    )
+    assert [float(text) for text in labels] == [1, 10, 100]
+    ticks = browser.value(TICKS.format("xs"))
+    assert len(set(ticks)) == len(ticks) > 2 and all(float(text) % 1 == 0 for text in ticks)
+    assert browser.value("document.querySelector('.chart .dots.c0') !== null"), "step 11"
+    lowest = browser.value(
+        "charts.map(chart => chart.data.zero && !chart.view.logY ? chart.view.y0 : 0)"
+    )
+    assert set(lowest) == {0}

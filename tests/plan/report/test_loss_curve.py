@@ -34,7 +34,9 @@ def size(png) -> tuple[int, ...]:
 
 
 def test_a_run_is_drawn(tmp_path, metrics_file, record) -> None:
-    records = [record(step, validation_loss=3.0 if step % 50 == 0 else None) for step in range(1, 201)]
+    records = [
+        record(step, validation_loss=3.0 if step % 50 == 0 else None) for step in range(1, 201)
+    ]
     png = tmp_path / "pictures" / "loss.png"
     loss_curve(metrics_file(records), png, unigram_entropy=6.5)
     assert size(png) == (1200, 800)
@@ -42,7 +44,9 @@ def test_a_run_is_drawn(tmp_path, metrics_file, record) -> None:
 
 @pytest.mark.parametrize("losses", [[2.0], [math.nan, math.inf], [2.0, math.nan, 1.0]])
 def test_short_and_diverged_runs_are_drawn(tmp_path, metrics_file, record, losses) -> None:
-    records = [record(step, loss=loss, validation_loss=loss) for step, loss in enumerate(losses, start=1)]
+    records = [
+        record(step, loss=loss, validation_loss=loss) for step, loss in enumerate(losses, start=1)
+    ]
     loss_curve(metrics_file(records), tmp_path / "loss.png")
     assert size(tmp_path / "loss.png") == (1200, 800)
 
@@ -53,7 +57,8 @@ def test_no_records_is_a_clear_error(tmp_path, metrics_file) -> None:
 
 
 def test_a_missing_matplotlib_is_a_clear_error(tmp_path, metrics_file, record, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python itself does to forbid an import
+    # what Python itself does to forbid an import
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib", check=has_code("MW-PICTURE-001")):
         loss_curve(metrics_file([record(1)]), tmp_path / "loss.png")
 

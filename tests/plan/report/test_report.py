@@ -1,4 +1,6 @@
-"""A page out of a run directory: of a run that goes on, was torn, has restarted, or has taken no step at all."""
+"""A page out of a run directory: of a run that goes on, was torn, has restarted,
+or has taken no step at all.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,26 @@ from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
 from meshwright.watch.hang.status import Status
 from meshwright_launch.cli import main
-from meshwright_plan.report.curves import LOSS, layout_of, loss_curves, marks_of, points
+from meshwright_plan.report.curves import (
+    LOSS,
+    comparison_charts,
+    layout_of,
+    loss_curves,
+    marks_of,
+    of_run,
+    points,
+)
 from meshwright_plan.report.page import MAX_ROWS, differences, facts, memory_of, page, time_totals
 from meshwright_plan.report.run import clock, read_run
-from tests.plan.report.builders import make_checkpoint, make_mixture_run, make_peaks, make_run, record
+from tests.plan.report.builders import (
+    make_checkpoint,
+    make_mixture_run,
+    make_peaks,
+    make_run,
+    record,
+)
 from tests.support.errors import has_code
+from tests.support.marks import long_row
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,14 +55,24 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
         (50, "pp2 dp2 tp2", 3 * 2**20, 2007),
         (100, "pp2 dp2 tp2", 3 * 2**20, 2007),
     ]
-    assert run.trace is not None and run.trace.trace.step == 5 and "pp0 dp0  tp  0 1" in run.placement
+    assert (
+        run.trace is not None and run.trace.trace.step == 5 and "pp0 dp0  tp  0 1" in run.placement
+    )
     text = page([run])
-    for said in ("measured, step 5: 1f1b", "simulated: 1f1b", "Where the time went", "pp2 x dp2 x tp2", "2,007 param"):
+    for said in (
+        "measured, step 5: 1f1b",
+        "simulated: 1f1b",
+        "Where the time went",
+        "pp2 x dp2 x tp2",
+        "2,007 param",
+    ):
         assert said in text, said
 
 
 def test_the_time_of_a_checkpoint_is_that_of_its_manifest(tmp_path: Path) -> None:
-    """A copy with new file times keeps it; a checkpoint of an earlier version has its file's; nonsense is damage."""
+    """A copy with new file times keeps it; a checkpoint of an earlier version has its file's;
+    nonsense is damage.
+    """
     directory = make_run(tmp_path / "demo", saved=(10,))
     resolved = read_run(directory).resolved
     assert resolved is not None
@@ -54,32 +81,45 @@ def test_the_time_of_a_checkpoint_is_that_of_its_manifest(tmp_path: Path) -> Non
     for manifest in directory.glob("checkpoints/*/manifest.json"):
         os.utime(manifest, (1_600_000_000, 1_600_000_000))
     run = read_run(directory)
-    assert [(each.step, each.at_s) for each in run.checkpoints] == [(10, 1_600_000_000.0), (20, 1_700_000_000.0)]
+    assert [(each.step, each.at_s) for each in run.checkpoints] == [
+        (10, 1_600_000_000.0),
+        (20, 1_700_000_000.0),
+    ]
     assert len(run.remarks) == 2 and all("is damaged" in remark for remark in run.remarks)
     assert clock(1_700_000_000) in page([run])
 
 
 def test_the_memory_of_each_rank_is_on_the_page(tmp_path: Path) -> None:
     """By pipeline rank, which have layers of their own; not there, or damaged, all else is."""
-    directory = make_run(tmp_path / "demo", starts=((0, Grid(4, 2, 1)),))
+    directory = make_run(tmp_path / "demo", starts=((0, Grid(pp=4, dp=2)),))
     found = memory_of(read_run(directory))
     assert found is not None
     assert [(name, words) for name, _, words in found.stages] == [
         ("pp0", "1.00 GiB"), ("pp1", "1.10 GiB"), ("pp2", "1.20 GiB"), ("pp3", "1.30 GiB"),
     ]  # fmt: skip
-    assert [share for _, share, _ in found.stages] == pytest.approx([10 / 13, 11 / 13, 12 / 13, 1], abs=1e-6)
+    assert [share for _, share, _ in found.stages] == pytest.approx(
+        [10 / 13, 11 / 13, 12 / 13, 1], abs=1e-6
+    )
     assert found.ranks[5] == ("5", "2", "1", "0", "1.20 GiB")
     text = page([read_run(directory)])
-    assert "Memory of the ranks" in text and "as of step 100" in text and "1.3 GiB, rank 7, at the peak" in text
+    assert (
+        "Memory of the ranks" in text
+        and "as of step 100" in text
+        and "1.3 GiB, rank 7, at the peak" in text
+    )
     (directory / "memory.json").write_text('{"grid": [2, 2')
     damaged = read_run(directory)
-    assert "memory.json is damaged" in damaged.remarks[0] and "Memory of the ranks" not in page([damaged])
+    assert "memory.json is damaged" in damaged.remarks[0] and "Memory of the ranks" not in page(
+        [damaged]
+    )
     (directory / "memory.json").unlink()
     assert read_run(directory).peaks is None and "1 GiB, rank 0" in page([read_run(directory)])
 
 
 def test_a_page_asks_nobody(tmp_path: Path) -> None:
-    runs = [read_run(make_run(tmp_path / name, seed=seed)) for seed, name in enumerate(["demo", "deep"])]
+    runs = [
+        read_run(make_run(tmp_path / name, seed=seed)) for seed, name in enumerate(["demo", "deep"])
+    ]
     text = page(runs)
     assert not re.findall(r'(?:src|href|action)\s*=\s*"(?!#)', text)
     assert not re.findall(r"<link|<iframe|@import|url\((?!#)|fetch\(|XMLHttp|import\(", text)
@@ -92,7 +132,10 @@ def test_a_torn_last_line_is_told_and_left_out(tmp_path: Path) -> None:
     run = read_run(directory)
     assert len(run.records) == 20
     (said,) = run.remarks
-    assert "metrics.jsonl:21 is no whole record, the last: it was being written" in said and said in page([run])
+    assert (
+        "metrics.jsonl:21 is no whole record, the last: it was being written" in said
+        and said in page([run])
+    )
 
 
 def test_a_damaged_line_in_the_middle_hides_no_other(tmp_path: Path) -> None:
@@ -105,12 +148,35 @@ def test_a_damaged_line_in_the_middle_hides_no_other(tmp_path: Path) -> None:
     assert run.remarks[0].endswith("metrics.jsonl:10 is no whole record; it is left out")
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(40, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("times", [long_row(5), pytest.param(40, marks=pytest.mark.torture)])
 def test_whatever_a_file_says_there_is_a_page(times: int, tmp_path: Path, seed: int) -> None:
-    """Values that cannot be, one at a time, in every file of the page: told or shown, and never the end."""
-    directory = make_run(tmp_path / "demo", 12, saved=(12,), starts=((0, Grid(2, 2, 2)), (6, Grid(4, 2, 1))))
+    """Values that cannot be, one at a time, in every file of the page: told or shown,
+    and never the end.
+    """
+    directory = make_run(
+        tmp_path / "demo",
+        12,
+        saved=(12,),
+        starts=((0, Grid(pp=2, dp=2, tp=2)), (6, Grid(pp=4, dp=2))),
+    )
     draw = random.Random(seed)
-    odd = [None, True, -1, 0, 1e300, 10**30, 10**400, math.inf, "x", "NaN", "", [], {}, ["y"], {"z": 1}]
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        1e300,
+        10**30,
+        10**400,
+        math.inf,
+        "x",
+        "NaN",
+        "",
+        [],
+        {},
+        ["y"],
+        {"z": 1},
+    ]
     for name in (
         "metrics.jsonl",
         "starts.jsonl",
@@ -126,14 +192,22 @@ def test_whatever_a_file_says_there_is_a_page(times: int, tmp_path: Path, seed: 
             tree = json.loads(lines[number])
             place, key = draw.choice([*places(tree)])
             place[key] = draw.choice(odd)
-            file.write_text("\n".join([*lines[:number], json.dumps(tree), *lines[number + 1 :]]) + "\n")
+            file.write_text(
+                "\n".join([*lines[:number], json.dumps(tree), *lines[number + 1 :]]) + "\n"
+            )
             assert "</html>" in page([read_run(directory)]), f"{name}: {key} = {place[key]!r}"
         file.write_text(whole)
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Each value in a tree, as what holds it and under what."""
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for key, value in (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    ):
         yield tree, key
         yield from places(value)
 
@@ -141,18 +215,31 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 def test_a_run_without_a_step_is_a_page(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "demo", 0, traced=False))
     text = page([run])
-    for said in ("No step was taken yet", "none yet of 100", "simulated, in ticks", "No checkpoint yet"):
+    for said in (
+        "No step was taken yet",
+        "none yet of 100",
+        "simulated, in ticks",
+        "No checkpoint yet",
+    ):
         assert said in text, said
-    alone = read_run(make_run(tmp_path / "one", 0, traced=False, parallel={"dp": 1, "pp": 1, "tp": 1}, starts=()))
+    alone = read_run(
+        make_run(tmp_path / "one", 0, traced=False, parallel={"dp": 1, "pp": 1, "tp": 1}, starts=())
+    )
     text = page([alone])
     assert "The schedule" not in text and "It was never started" in text
     assert "None of them has taken a step yet" in page([run, alone])
 
 
 def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None:
-    """As it happens: ten steps, killed, on from the checkpoint of step 6 on another layout, with other losses."""
-    directory = make_run(tmp_path / "demo", 10, starts=((0, Grid(2, 2, 2)), (6, Grid(4, 2, 1))))
-    (directory / "metrics.jsonl").write_text("".join(f"{to_json(record(step))}\n" for step in range(1, 11)))
+    """As it happens: ten steps, killed, on from the checkpoint of step 6 on another layout,
+    with other losses.
+    """
+    directory = make_run(
+        tmp_path / "demo", 10, starts=((0, Grid(pp=2, dp=2, tp=2)), (6, Grid(pp=4, dp=2)))
+    )
+    (directory / "metrics.jsonl").write_text(
+        "".join(f"{to_json(record(step))}\n" for step in range(1, 11))
+    )
     sink = JsonlSink(directory / "metrics.jsonl", resumed_step=6)
     for step in range(7, 9):
         sink.write(record(step, loss=1.0, restarts=1, step_s=1.0))
@@ -160,8 +247,14 @@ def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None
     run = read_run(directory)
     assert [(each.step, each.restarts) for each in run.records][5:] == [(6, 0), (7, 1), (8, 1)]
     first, second = run.attempts
-    assert [each.step for each in first.repeated] == [7, 8, 9, 10] and [each.step for each in first.kept][-1] == 6
-    assert [each.step for each in second.kept] == [7, 8] and second.from_step == 6 and second.repeated == ()
+    assert [each.step for each in first.repeated] == [7, 8, 9, 10] and [
+        each.step for each in first.kept
+    ][-1] == 6
+    assert (
+        [each.step for each in second.kept] == [7, 8]
+        and second.from_step == 6
+        and second.repeated == ()
+    )
     curves = {curve.name: curve for curve in loss_curves(run)}
     assert [x for x, _ in curves["repeated"].points] == [7, 8, 9, 10]
     assert [y for _, y in curves["training"].points][-2:] == [1.0, 1.0]
@@ -170,11 +263,15 @@ def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None
     assert "pp4 dp2 tp1 (changed)" in text and "7 – 10" in text
     lost = sum(each.step_s for each in first.repeated)
     share = lost / (lost + sum(each.step_s for each in run.records))
-    assert dict(time_totals(run))["steps repeated after a restart"].endswith(f": {share:.1%} of the time")
+    assert dict(time_totals(run))["steps repeated after a restart"].endswith(
+        f": {share:.1%} of the time"
+    )
 
 
 def test_steps_that_overlap_in_the_file_count_once(tmp_path: Path) -> None:
-    """As a file system that was full while the run came back leaves it: the later line of a step is the one."""
+    """As a file system that was full while the run came back leaves it:
+    the later line of a step is the one.
+    """
     directory = make_run(tmp_path / "demo", 10)
     with (directory / "metrics.jsonl").open("a") as file:
         file.writelines(f"{to_json(record(step, loss=1.0, restarts=1))}\n" for step in (9, 10, 11))
@@ -211,7 +308,9 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     place.write_text(status(20, at_s=time.time() - 3600).model_dump_json())
     silent = read_run(directory)
     assert not silent.is_live and silent.state.startswith("silent for ")
-    place.write_text(status(20, ended={"how": "failed", "message": "rank 3: <out of memory>"}).model_dump_json())
+    place.write_text(
+        status(20, ended={"how": "failed", "message": "rank 3: <out of memory>"}).model_dump_json()
+    )
     text = page([read_run(directory)])
     assert "rank 3: &lt;out of memory&gt;" in text and 'class="live"' not in text
 
@@ -240,21 +339,38 @@ def test_what_cannot_be_read_is_a_remark(tmp_path: Path) -> None:
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     one = make_run(tmp_path / "a" / "demo", 60)
     other = make_run(
-        tmp_path / "b" / "demo", 40, seed=1, optimizer={"learning_rate": 1e-3}, parallel={"pp": 4, "dp": 1}
+        tmp_path / "b" / "demo",
+        40,
+        seed=1,
+        optimizer={"learning_rate": 1e-3},
+        parallel={"pp": 4, "dp": 1},
     )
     runs = [read_run(each) for each in (one, other)]
     rows = {row[0]: row[1:] for row in differences(runs)}
-    assert rows["optimizer.learning_rate"] == ("0.0003", "0.001") and rows["parallel.pp"] == ("2", "4")
+    assert rows["optimizer.learning_rate"] == ("0.0003", "0.001") and rows["parallel.pp"] == (
+        "2",
+        "4",
+    )
     assert "run.directory" not in rows and "train.steps" not in rows
     text = page(runs)
-    for said in (str(one), str(other), "Loss by tokens", "Validation loss by step", "60 of 100", "40 of 100"):
+    for said in (
+        str(one),
+        str(other),
+        "Loss by tokens",
+        "Validation loss by step",
+        "60 of 100",
+        "40 of 100",
+    ):
         assert said in text, said
     assert text.count('<details class="several">') == 2
 
 
 def test_a_mixture_of_experts_is_described_in_words(tmp_path: Path) -> None:
     """Its metrics have titles and scales, in comparisons too; its layout has ep."""
-    mixture, dense = read_run(make_mixture_run(tmp_path / "mixture", 20)), read_run(make_run(tmp_path / "dense", 20))
+    mixture, dense = (
+        read_run(make_mixture_run(tmp_path / "mixture", 20)),
+        read_run(make_run(tmp_path / "dense", 20)),
+    )
     assert "ep4" in layout_of(mixture) and "ep" not in layout_of(dense)
     titles = (
         "Load of the busiest expert",
@@ -266,11 +382,13 @@ def test_a_mixture_of_experts_is_described_in_words(tmp_path: Path) -> None:
     alone = page([mixture])
     assert all(title in alone for title in titles) and "<b>experts/" not in alone
     assert "Load of the busiest expert by step" in page([mixture, dense])
-    assert "busiest" not in page([dense]) and "busiest" not in page([dense, read_run(make_run(tmp_path / "b", 20))])
+    assert "busiest" not in page([dense]) and "busiest" not in page(
+        [dense, read_run(make_run(tmp_path / "b", 20))]
+    )
 
 
 def test_many_starts_and_checkpoints_are_shortened(tmp_path: Path) -> None:
-    starts = tuple((step, Grid(2, 2, 2)) for step in range(0, 100))
+    starts = tuple((step, Grid(pp=2, dp=2, tp=2)) for step in range(0, 100))
     text = page([read_run(make_run(tmp_path / "demo", 100, starts=starts, traced=False))])
     assert text.count("pp2 dp2 tp2</td>") == MAX_ROWS and "<td>…</td>" in text
 
@@ -281,16 +399,24 @@ def test_ten_thousand_steps_are_a_small_file(tmp_path: Path) -> None:
 
 
 def test_a_schedule_of_many_boxes_is_text(tmp_path: Path) -> None:
-    large = {"parallel": {"dp": 1, "pp": 16, "tp": 1}, "batch": {"micro_batch_size": 1, "global_batch": 128}}
+    large = {
+        "parallel": {"dp": 1, "pp": 16, "tp": 1},
+        "batch": {"micro_batch_size": 1, "global_batch": 128},
+    }
     text = page([read_run(make_run(tmp_path / "demo", 20, **large))])  # type: ignore[arg-type]
     assert "rank 15 |" in text and len(text.encode()) < 250_000
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = make_run(tmp_path / "runs/one", 20), make_run(tmp_path / "runs/other", 20)
     monkeypatch.chdir(tmp_path)
     assert main(["report", "runs/one"]) == 0
-    assert capsys.readouterr().out == "runs/one/report.html\n" and (one / "report.html").stat().st_size > 10_000
+    assert (
+        capsys.readouterr().out == "runs/one/report.html\n"
+        and (one / "report.html").stat().st_size > 10_000
+    )
     assert main(["report", "runs/one", str(other), "--out", "deep/both.html"]) == 0
     assert "<title>meshwright: one, other</title>" in Path("deep/both.html").read_text()
     capsys.readouterr()
@@ -302,14 +428,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
             ["runs/one", "--out", "runs"],
             "--out runs: there is a folder of that name; name a file, such as runs/report.html",
         ),
-        (["runs/one", "--out", "runs/one/metrics.jsonl/x.html"], "is a file, and nothing can lie below it"),
+        (
+            ["runs/one", "--out", "runs/one/metrics.jsonl/x.html"],
+            "is a file, and nothing can lie below it",
+        ),
     ]:
         assert main(["report", *words]) == 2
         shown = capsys.readouterr()
         assert said in shown.err and shown.out == "" and "Traceback" not in shown.err
 
 
-def test_without_matplotlib_schedules_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_schedules_are_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("meshwright_plan.picture.library.find_spec", lambda name: None)
     directory = make_run(tmp_path / "demo", 5)
     assert main(["report", str(directory)]) == 0
@@ -326,13 +457,17 @@ code = main(["report", {str(directory)!r}])
 assert not {{"torch", "transformers", "wandb"}} & sys.modules.keys()
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="is not a run directory, or its run was never started", check=has_code("MW-RUN-008")
+        ConfigError,
+        match="is not a run directory, or its run was never started",
+        check=has_code("MW-RUN-008"),
     ):
         read_run(tmp_path)
 
@@ -342,39 +477,59 @@ def facts_of(directory: Path) -> dict[str, str]:
 
 
 def test_what_an_old_layout_needed_is_not_shown_as_the_present_one(tmp_path: Path) -> None:
-    """Memory, speed and peaks go with the layout that stands beside them; a traced step says its layout."""
-    old, new = Grid(2, 2, 2), Grid(4, 2, 1)
+    """Memory, speed and peaks go with the layout that stands beside them;
+    a traced step says its layout.
+    """
+    old, new = Grid(pp=2, dp=2, tp=2), Grid(pp=4, dp=2)
     directory = make_run(tmp_path / "unstarted", starts=((0, old), (100, new)))
     make_peaks(directory, 100, old)
-    assert not {"memory", "throughput"} & facts_of(directory).keys(), "no step on the present layout yet"
-    assert memory_of(read_run(directory)) is None and "Memory of the ranks" not in page([read_run(directory)])
+    assert not {"memory", "throughput"} & facts_of(directory).keys(), (
+        "no step on the present layout yet"
+    )
+    assert memory_of(read_run(directory)) is None and "Memory of the ranks" not in page(
+        [read_run(directory)]
+    )
 
     def heavy_and_slow(step: int) -> dict[str, Any]:
-        return {"memory_bytes": 9 * 2**30, "tokens_per_s": 7.0, "step_s": 123.0} if step <= 60 else {}
+        return (
+            {"memory_bytes": 9 * 2**30, "tokens_per_s": 7.0, "step_s": 123.0} if step <= 60 else {}
+        )
 
     directory = make_run(tmp_path / "resumed", starts=((0, old), (60, new)), change=heavy_and_slow)
     shown = facts_of(directory)
-    assert shown["memory"] == "1.3 GiB, rank 7, at the peak" and shown["throughput"].startswith("40,960 tokens/s, 0.2")
+    assert shown["memory"] == "1.3 GiB, rank 7, at the peak" and shown["throughput"].startswith(
+        "40,960 tokens/s, 0.2"
+    )
     assert "The layout was pp2 dp2 tp2 then." in page([read_run(directory)])
     same = make_run(tmp_path / "same", starts=((0, old), (60, old)), change=heavy_and_slow)
-    assert facts_of(same)["memory"].startswith("9 GiB"), "another start of one layout is no other layout"
+    assert facts_of(same)["memory"].startswith("9 GiB"), (
+        "another start of one layout is no other layout"
+    )
     assert "The layout was" not in page([read_run(same)])
-    cp = Grid(2, 2, 1, 2)
+    cp = Grid(pp=2, dp=2, cp=2)
     longer = make_run(tmp_path / "cp", starts=((0, old), (100, cp)))
-    make_peaks(longer, 100, Grid(2, 2, 2))
+    make_peaks(longer, 100, Grid(pp=2, dp=2, tp=2))
     assert memory_of(read_run(longer)) is None, "as many ranks, on other axes"
 
 
 def test_the_placement_is_drawn(tmp_path: Path) -> None:
-    """Each rank in the card of its node; as text for runs that did not record the nodes, or whose record is damaged."""
-    directory = make_run(tmp_path / "demo", starts=((0, Grid(2, 2, 2)),))
+    """Each rank in the card of its node; as text for runs that did not record the nodes,
+    or whose record is damaged.
+    """
+    directory = make_run(tmp_path / "demo", starts=((0, Grid(pp=2, dp=2, tp=2)),))
     starts = directory / "starts.jsonl"
     line = json.loads(starts.read_text())
     assert line["ranks_on"] == [["node0", 8]]
     starts.write_text(json.dumps(line | {"ranks_on": [["<b>", 4], ["node1", 4]]}) + "\n")
     text = page([read_run(directory)])
-    assert "┌" not in text and text.count('<table class="node">') == 2 and "&lt;b&gt;: ranks 0-3" in text
-    assert re.findall(r"<span>(\d+)</span>", text.partition('class="nodes"')[2]) == [str(rank) for rank in range(8)]
+    assert (
+        "┌" not in text
+        and text.count('<table class="node">') == 2
+        and "&lt;b&gt;: ranks 0-3" in text
+    )
+    assert re.findall(r"<span>(\d+)</span>", text.partition('class="nodes"')[2]) == [
+        str(rank) for rank in range(8)
+    ]
     for damaged in (
         None,
         3,
@@ -392,7 +547,9 @@ def test_the_placement_is_drawn(tmp_path: Path) -> None:
 
 def test_the_x_axis_says_what_it_is(tmp_path: Path) -> None:
     run, other = (read_run(make_run(tmp_path / name)) for name in ("demo", "other"))
-    alone = page([run])
-    assert alone.count('<div class="x-name">step</div>') == alone.count('class="chart"') > 3
-    together = page([run, other]).partition("<h2>Figures")[0]
-    assert re.findall(r'class="x-name">(\w+)<', together) == ["step", "tokens", "step", "tokens", "step", "step"]
+    names = [json.loads(each.data)["x"] for each in of_run(run)]
+    assert len(names) > 3 and set(names) == {"step"}
+    together = comparison_charts([run, other], ["demo", "other"])
+    assert [json.loads(each.data)["x"] for each in together] == [
+        "step", "tokens", "step", "tokens", "step", "step",
+    ]  # fmt: skip

@@ -2,8 +2,8 @@
 
 Ranks take steps on fake tensors of a stub CUDA device, which executes nothing.
 
-Each line of stdin is a rank, a space and a resolved configuration in JSON. For each it adds one ``CudaStep`` as JSON to
-the file RESULTS, since the model may print.
+Each line of stdin is a rank, a space and a resolved configuration in JSON. For each it adds one
+``CudaStep`` as JSON to the file RESULTS, since the model may print.
 """
 
 from __future__ import annotations
@@ -36,4 +36,5 @@ def main(library: str, results: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    leave(0)  # autograd's thread may still be freeing tensors: at interpreter shutdown it would abort
+    # autograd's thread may still be freeing tensors: at interpreter shutdown it would abort
+    leave(0)

@@ -1,7 +1,8 @@
 """Stub CUDA device, which executes nothing, compiled against the installed torch. Imports no torch.
 
-A CPU build of torch refuses autograd on CUDA tensors, fake ones too, because it has no CUDA hooks and no device guard.
-``pretend_cuda.cpp`` registers both. It has to be loaded before torch is imported, in a process of its own.
+A CPU build of torch refuses autograd on CUDA tensors, fake ones too, because it has no CUDA hooks
+and no device guard. ``pretend_cuda.cpp`` registers both. It has to be loaded before torch is
+imported, in a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ def compile_library(directory: Path) -> Path:
     assert compiler is not None, f"none of {', '.join(COMPILERS)} is on PATH"
     torch, library = _torch_directory(), directory / "pretend_cuda.so"
     words = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
-    words += [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
+    words += [
+        f"-I{torch / 'include'}",
+        f"-L{torch / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+        f"-Wl,-rpath,{torch / 'lib'}",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{compiler} cannot compile {SOURCE.name}:\n{done.stderr}"
     return library

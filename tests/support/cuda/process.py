@@ -31,7 +31,9 @@ class CudaStep(NamedTuple):
     races: dict[str, int]
     """Description of two unordered accesses of a tensor on two streams -> number of occurrences."""
     waits: dict[str, int]
-    """Place in the code -> number of host-device synchronisations there, before the optimizer step is launched."""
+    """Place in the code -> number of host-device synchronisations there,
+    before the optimizer step is launched.
+    """
     waits_after: dict[str, int]
     """The same from the launch of the optimizer step on."""
 
@@ -41,7 +43,9 @@ class CudaStep(NamedTuple):
         return [*self.off_device, *self.races]
 
 
-def run_child(module: str, *arguments: str | Path, lines: Iterable[str] = ()) -> subprocess.CompletedProcess[str]:
+def run_child(
+    module: str, *arguments: str | Path, lines: Iterable[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module`` with this process's path, and the lines as its stdin."""
     path = os.pathsep.join([*filter(None, sys.path), str(ROOT)])
     return subprocess.run(
@@ -55,7 +59,8 @@ def run_child(module: str, *arguments: str | Path, lines: Iterable[str] = ()) ->
 
 
 def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[CudaStep]:
-    """Take one step of each (resolved configuration, rank) in one process; takes some seconds per rank.
+    """Take one step of each (resolved configuration, rank) in one process;
+    takes some seconds per rank.
 
     Raises:
         RuntimeError: a rank fails; has the process's stderr.
@@ -68,5 +73,7 @@ def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[Cu
         steps = [CudaStep(**json.loads(line)) for line in results.read_text().splitlines()]
     if done.returncode or len(steps) != len(jobs):
         rank = jobs[min(len(steps), len(jobs) - 1)][1]
-        raise RuntimeError(f"the step of rank {rank} fails on fake CUDA tensors: {done.stderr or done.returncode}")
+        raise RuntimeError(
+            f"the step of rank {rank} fails on fake CUDA tensors: {done.stderr or done.returncode}"
+        )
     return steps

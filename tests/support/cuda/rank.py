@@ -15,7 +15,8 @@ from tests.support.cuda.stubs import HostWaits
 
 
 def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams) -> CudaStep:
-    """Build a rank on the stub device and take two steps. Counts are of the second step, races of both.
+    """Build a rank on the stub device and take two steps. Counts are of the second step,
+    races of both.
 
     ``config``: resolved. Call it in a process that has loaded the library.
     """

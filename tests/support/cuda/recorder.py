@@ -1,4 +1,6 @@
-"""Recorder of a step on the stub CUDA device: host-device synchronisations, devices of collectives, threads."""
+"""Recorder of a step on the stub CUDA device: host-device synchronisations, devices of collectives,
+threads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _VALUES = {torch.bool: True, torch.int64: 1, torch.int32: 1}
 
 
 class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
-    """StepRecorder that also records host waits, collectives off the device, and accesses by stream."""
+    """StepRecorder that also records host waits, collectives off the device,
+    and accesses by stream.
+    """
 
     def __init__(self, waits: HostWaits, streams: Streams) -> None:
         super().__init__()
@@ -39,7 +43,9 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def record(self, operation: Operation) -> None:
-        """Record the operation, and whether it is a blocking copy or a collective with a tensor off the device."""
+        """Record the operation, and whether it is a blocking copy or a collective
+        with a tensor off the device.
+        """
         before = len(self.communication)
         super().record(operation)
         if len(self.communication) == before:
@@ -49,9 +55,13 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 self.streams.host_waits(self.streams.current)
         else:
             call = self.communication[-1].call
-            self.streams.communication(operation, call, self._interceptor.communicator_of(operation.args))
+            self.streams.communication(
+                operation, call, self._interceptor.communicator_of(operation.args)
+            )
             if any(tensor.device.type != "cuda" for tensor in operation.inputs):
-                self.off_device.append(f"{call.operation} of {call.num_bytes:,} bytes at {call_site()}")
+                self.off_device.append(
+                    f"{call.operation} of {call.num_bytes:,} bytes at {call_site()}"
+                )
             self.num_from_autograd += threading.get_ident() != self._main
 
 

@@ -1,12 +1,14 @@
-"""Race check of CUDA streams: each operation of a step is assigned to the stream on which it would run.
+"""Race check of CUDA streams: each operation of a step is assigned to the stream on
+which it would run.
 
     stream of torch.cuda.current_stream   every operation on device tensors
     stream of a group                     its collectives and messages: NCCL has one for each communicator
     host                                  operations on tensors in host memory
 
-Two accesses of a tensor, one of them a write, must be ordered: on one stream by the order of launches, across streams
-by an event, a handle that was waited for, or a wait of the host. Tensors are compared by storage.
-NOTE [not checked]: memory that the allocator gives to another tensor too early. No storage is used twice here.
+Two accesses of a tensor, one of them a write, must be ordered: on one stream by the order of
+launches, across streams by an event, a handle that was waited for, or a wait of the host. Tensors
+are compared by storage. NOTE [not checked]: memory that the allocator gives to another tensor too
+early. No storage is used twice here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.cuda._sanitizer import StreamSynchronizations  # private, as FakeWork below: in torch 2.11 to 2.15
+
+# private, as FakeWork below: in torch 2.11 to 2.15
+from torch.cuda._sanitizer import StreamSynchronizations
 from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh.fake import InterceptedOperation
@@ -29,9 +33,26 @@ from meshwright.model.meter import Operation
 from tests.support.cuda.call_site import call_site
 
 DEFAULT, HOST = 0, 1
-FACTORIES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "record_stream")
+FACTORIES = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "record_stream",
+)
 POSTING = (
-    *("allreduce", "broadcast", "send", "recv", "alltoall_base", "barrier", "allgather", "reduce_scatter", "alltoall"),
+    *(
+        "allreduce",
+        "broadcast",
+        "send",
+        "recv",
+        "alltoall_base",
+        "barrier",
+        "allgather",
+        "reduce_scatter",
+        "alltoall",
+    ),
     *("_allgather_base", "_reduce_scatter_base", "allreduce_coalesced", "reduce"),
     *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
@@ -59,7 +80,8 @@ class History:
 class Streams:
     """Streams, events and accesses of one process, and the races among them.
 
-    Waits between streams are tracked by torch's CUDA sanitizer, without its stack traces, which would take minutes.
+    Waits between streams are tracked by torch's CUDA sanitizer, without its stack traces, which
+    would take minutes.
     """
 
     def __init__(self) -> None:
@@ -127,9 +149,14 @@ class Streams:
         self.order.all_streams_wait_for_stream(stream)
 
     def is_known_to_host(self, event: int) -> bool:
-        """Return True if the host has waited for what an event has recorded, or for something later."""
+        """Return True if the host has waited for what an event has recorded,
+        or for something later.
+        """
         recorded = self.order.recorded_sync_states[event]
-        return all(self.order.host_sync_state.get(stream, -1) >= number for stream, number in recorded.items())
+        return all(
+            self.order.host_sync_state.get(stream, -1) >= number
+            for stream, number in recorded.items()
+        )
 
     def access(self, stream: int, reads: set[int], writes: set[int], what: str) -> None:
         """Note an operation on storages, and its races with earlier ones."""
@@ -146,10 +173,13 @@ class Streams:
                 self._compare(now, earlier)
             self._histories[storage] = History(now)
         if stream == HOST:
-            self.host_waits(HOST)  # the host launches nothing before it is done with its own operation
+            # the host launches nothing before it is done with its own operation
+            self.host_waits(HOST)
 
     def _compare(self, now: Access, earlier: Access | None) -> None:
-        if earlier is not None and not self.order.is_ordered_after(now.stream, earlier.number, earlier.stream):
+        if earlier is not None and not self.order.is_ordered_after(
+            now.stream, earlier.number, earlier.stream
+        ):
             race = (
                 f"{now.what}, on {self.names[now.stream]}, does not wait for {earlier.what}, on "
                 f"{self.names[earlier.stream]}"
@@ -170,42 +200,61 @@ class Streams:
         is_on_device = False
         schema = operation.function._schema
         for position, argument in enumerate(schema.arguments):
-            value = operation.args[position] if position < len(operation.args) else operation.kwargs.get(argument.name)
+            value = (
+                operation.args[position]
+                if position < len(operation.args)
+                else operation.kwargs.get(argument.name)
+            )
             alias = argument.alias_info
             if alias is not None and not alias.is_write:
                 continue  # a view
             for tensor in _tensors(value):
                 (reads if alias is None else writes).add(self.number_of(tensor))
                 is_on_device |= tensor.device.type == "cuda"
-        for returned, value in zip(schema.returns, _results(operation.result, len(schema.returns)), strict=False):
+        for returned, value in zip(
+            schema.returns, _results(operation.result, len(schema.returns)), strict=False
+        ):
             if returned.alias_info is None:
                 for tensor in _tensors(value):
                     writes.add(self.number_of(tensor))
                     is_on_device |= tensor.device.type == "cuda"
         if writes:
-            self.access(self.current if is_on_device else HOST, reads, writes, operation.packet.__name__)
+            self.access(
+                self.current if is_on_device else HOST, reads, writes, operation.packet.__name__
+            )
 
-    def communication(self, operation: Operation, call: InterceptedOperation, communicator: str | None) -> None:
-        """Note a collective or message: it begins after the current stream's work, on the stream of its group."""
+    def communication(
+        self, operation: Operation, call: InterceptedOperation, communicator: str | None
+    ) -> None:
+        """Note a collective or message: it begins after the current stream's work,
+        on the stream of its group.
+        """
         group, name = call.group, call.operation
         if communicator not in self._groups:
             more = ", ..." if len(group) > 4 else ""
-            self._groups[communicator] = self.new_stream(f"the stream of ranks {', '.join(map(str, group[:4]))}{more}")
+            self._groups[communicator] = self.new_stream(
+                f"the stream of ranks {', '.join(map(str, group[:4]))}{more}"
+            )
         stream = self._groups[communicator]
         self.wait(stream, self.current)
         first = {self.number_of(tensor) for tensor in _tensors(operation.args[0])}
-        others = {self.number_of(tensor) for tensor in _tensors((operation.args[1:], operation.kwargs))}
+        others = {
+            self.number_of(tensor) for tensor in _tensors((operation.args[1:], operation.kwargs))
+        }
         reads, writes = (first, set()) if name == "send" else (others, first)
         is_functional = operation.function.namespace != "c10d"
         if is_functional:
             reads, writes = first | others, {self.number_of(tensor) for tensor in operation.outputs}
         self.access(stream, reads, writes, name)
         self._posted = self.new_event(stream)
-        if is_functional:  # a functional collective is waited for when its result is used: here at once
+        # a functional collective is waited for when its result is used: here at once
+        if is_functional:
             self.order.stream_wait_for_event(self.current, self._posted)
 
     def install(self) -> None:
-        """Wrap methods of torch's process groups and Work, so that ``wait`` orders streams; lasts for this process."""
+        """Wrap methods of torch's process groups and Work, so that ``wait`` orders streams;
+        lasts for this process.
+        """
         c10d: Any = torch._C._distributed_c10d
         for name in POSTING:
             if hasattr(dist.ProcessGroup, name):

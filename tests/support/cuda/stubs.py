@@ -1,7 +1,9 @@
-"""Stubs of ``torch.cuda`` for the stub CUDA device: synchronisations of the host, streams and events.
+"""Stubs of ``torch.cuda`` for the stub CUDA device: synchronisations of the host,
+streams and events.
 
     Event.synchronize, elapsed_time, Stream.synchronize, torch.cuda.synchronize      the host waits for the device
-    tensor.item(), tolist(), a copy between host and device that is not non_blocking  likewise, in recorder.py
+    tensor.item(), tolist(), a copy between host and device that is not non_blocking  likewise, in
+    recorder.py
 
 Nothing is restored: install them only in a process for this check.
 """
@@ -81,7 +83,9 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
             self.number = streams.new_event()
 
         def record(self, stream: FakeStream | None = None) -> None:
-            streams.order.record_state(self.number, streams.current if stream is None else stream.number)
+            streams.order.record_state(
+                self.number, streams.current if stream is None else stream.number
+            )
 
         def wait(self, stream: FakeStream | None = None) -> None:
             made[streams.current if stream is None else stream.number].wait_event(self)
@@ -100,9 +104,15 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
             return 1.0
 
     class FakeStream:
-        def __init__(self, device: object = None, priority: int = 0, number: int | None = None) -> None:
+        def __init__(
+            self, device: object = None, priority: int = 0, number: int | None = None
+        ) -> None:
             self.device = torch.device("cuda", 0)
-            self.number = streams.new_stream(f"the stream made at {call_site()}") if number is None else number
+            self.number = (
+                streams.new_stream(f"the stream made at {call_site()}")
+                if number is None
+                else number
+            )
             self.cuda_stream = self.number
             made[self.number] = self
 
@@ -125,7 +135,9 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
 
 
 def _patch_fake_tensors(waits: HostWaits, streams: Streams) -> None:
-    """Replace ``data``, ``tolist`` and ``pin_memory``, which a step needs of fake tensors on CUDA."""
+    """Replace ``data``, ``tolist`` and ``pin_memory``,
+    which a step needs of fake tensors on CUDA.
+    """
     tensor: Any = torch.Tensor
     fake: Any = FakeTensor
     data = tensor.data

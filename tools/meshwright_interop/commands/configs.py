@@ -19,14 +19,17 @@ MAX_ACTIONS = 4096
 def import_config(options: argparse.Namespace, overrides: list[str]) -> int:
     """Convert a configuration of another framework, with a report on every key.
 
-    The file goes to ``--out`` and the report to stdout. Without it the file goes to stdout, the report to stderr.
+    The file goes to ``--out`` and the report to stdout. Without it the file goes to stdout, the
+    report to stderr.
 
     Raises:
         UserError: the file cannot be read, or its values do not fit together here.
     """
     path, out = options.file, options.out
     if out is not None and out.exists() and not options.replace:
-        raise ConfigError("MW-LAUNCH-007", f"--out {out} exists: name another file, or add --replace")
+        raise ConfigError(
+            "MW-LAUNCH-007", f"--out {out} exists: name another file, or add --replace"
+        )
     without = {key.lstrip("-") for key in options.without}
     converted = convert_file(path, getattr(options, "from"), overrides, options.ranks, without)
     if not any(key.startswith(("parallel.", "batch.", "pipeline.")) for key in converted.open):
@@ -38,7 +41,10 @@ def import_config(options: argparse.Namespace, overrides: list[str]) -> int:
     else:
         write_out(out, text)
         after = f"set {', '.join(converted.open)} in it, then " if converted.open else ""
-        put(f"{report}\n\nwritten: {out}; next: {after}`meshwright stages {out}`, `meshwright dryrun {out}`")
+        put(
+            f"{report}\n\nwritten: {out}; next: {after}`meshwright stages {out}`, `meshwright"
+            f" dryrun {out}`"
+        )
     return 0
 
 
@@ -48,6 +54,8 @@ def _check_schedule(config: RunConfig, path: Path) -> None:
     if resolved.batch.chunks * resolved.parallel.pp > MAX_ACTIONS:
         return
     try:
-        draw_schedule(resolved)
+        draw_schedule(resolved.pipeline, resolved.parallel.pp, resolved.batch.chunks)
     except UserError as error:
-        raise ConfigError("MW-LAUNCH-008", f"{path}: this configuration cannot be run here: {error.message}") from None
+        raise ConfigError(
+            "MW-LAUNCH-008", f"{path}: this configuration cannot be run here: {error.message}"
+        ) from None

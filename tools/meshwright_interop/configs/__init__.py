@@ -1,4 +1,6 @@
-"""Import of other frameworks' configurations, with a report on each key that was not carried over. Pure: no torch."""
+"""Import of other frameworks' configurations, with a report on each key that was not carried over.
+Pure: no torch.
+"""
 
 from meshwright_interop.configs.account import file_text, format_report
 from meshwright_interop.configs.convert import ImportedConfig, convert_file

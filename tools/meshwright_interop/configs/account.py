@@ -1,9 +1,11 @@
-"""Report of an import for the user: decisions, assumed defaults, and keys that were not carried over."""
+"""Report of an import for the user: decisions, assumed defaults,
+and keys that were not carried over.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.config.keys import OPEN_VALUE, toml_name, toml_value
@@ -18,26 +20,27 @@ ORDER = (DropReason.UNKNOWN, DropReason.BY_HAND, DropReason.DIFFERS, DropReason.
 
 def format_report(imported: ImportedConfig) -> str:
     """Format the report of an import, as several lines of text."""
-    dropped = [key for key in imported.dropped if key.reason is not DropReason.NEEDLESS]
     name = NAMES[imported.framework]
-    kept = imported.num_keys - len(dropped)
-    lines = [f"read as a {name} configuration: {imported.num_keys} keys, {kept} of them carried over or not needed"]
-    if imported.open:
-        lines += ["", f'to be set before training: "{OPEN_VALUE}" in the file', *_wrapped(_mark_lines(imported.open))]
-    if imported.guessed:
-        lines += ["", "guessed, marked on its line in the file", *_wrapped(_mark_lines(imported.guessed))]
-    if imported.decided:
-        lines += ["", "decided", *_wrapped(imported.decided)]
-    if imported.assumed:
-        lines += ["", f"not in the file, so at the defaults of {name}", *_wrapped([", ".join(imported.assumed)])]
-    for reason in ORDER:
-        keys = [key for key in dropped if key.reason is reason]
-        if keys:
-            lines += ["", f"not carried over: {reason}", *_wrapped(_dropped_lines(keys))]
-    needless = [key.item.key for key in imported.dropped if key.reason is DropReason.NEEDLESS]
-    if needless:
-        lines += ["", DropReason.NEEDLESS, *_wrapped([", ".join(dict.fromkeys(needless))])]
-    return "\n".join(lines)
+    of_reason: dict[DropReason, list[DroppedKey]] = {reason: [] for reason in DropReason}
+    for key in imported.dropped:
+        of_reason[key.reason].append(key)
+    needless = dict.fromkeys(key.item.key for key in of_reason[DropReason.NEEDLESS])
+    num_kept = imported.num_keys - sum(len(of_reason[reason]) for reason in ORDER)
+    sections = {
+        f'to be set before training: "{OPEN_VALUE}" in the file': _open_lines(imported.open),
+        "decided": imported.decided,
+        f"not in the file, so at the defaults of {name}": _joined(imported.assumed),
+        **{f"not carried over: {reason}": _dropped_lines(of_reason[reason]) for reason in ORDER},
+        DropReason.NEEDLESS: _joined(needless),
+    }
+    report = [
+        f"read as a {name} configuration: {imported.num_keys} keys, {num_kept} of them carried over"
+        " or not needed"
+    ]
+    for title, lines in sections.items():
+        wrapped = list(map(_wrapped, lines))
+        report += ["", title, *wrapped] if wrapped else []
+    return "\n".join(report)
 
 
 def file_text(imported: ImportedConfig, source: str) -> str:
@@ -45,74 +48,79 @@ def file_text(imported: ImportedConfig, source: str) -> str:
 
     The file can be read back, but is refused until every open key is set.
     """
-    comments = "\n".join(f"# {line}".rstrip() for line in f"From {source}, {format_report(imported)}".splitlines())
+    comments = "\n".join(
+        f"# {line}".rstrip() for line in f"From {source}, {format_report(imported)}".splitlines()
+    )
     tree = imported.config.model_dump(exclude_defaults=True, exclude_none=True)
-    whole = imported.config.model_dump()
-    for dotted in (*imported.guessed, *imported.open):
+    for dotted in imported.open:
         *tables, name = dotted.split(".")
-        table, values = tree, whole
+        table = tree
         for part in tables:
-            table, values = table.setdefault(part, {}), values[part]
-        value = values.get(name)  # an option of the model has no value where the file gives none to follow
-        table[name] = _opened(value) if dotted in imported.open else value
-    ordered = {section: tree[section] for section in whole if section in tree}
+            table = table.setdefault(part, {})
+        table[name] = OPEN_VALUE
+    sections = type(imported.config).model_fields
+    ordered = {section: tree[section] for section in sections if section in tree}
     return f"{comments}\n\n{_toml(ordered, imported)}"
 
 
-def _opened(value: Any) -> Any:
-    """Return OPEN_VALUE in place of a value. In tables, such as the corpora of stages, it only replaces the paths."""
-    if not isinstance(value, list | dict):
-        return OPEN_VALUE
-    if isinstance(value, list):
-        return [_opened(each) for each in value]
-    return {name: _opened(each) if name in ("path", "train") else each for name, each in value.items()}
-
-
 def _toml(tree: Mapping[str, Mapping[str, Any]], imported: ImportedConfig) -> str:
-    """Format sections as TOML; open and guessed values have the reason on their line."""
+    """Format sections as TOML; open values have the reason on their line."""
     parts: list[str] = []
     for section, table in tree.items():
-        inner = {f"{section}.{name}": value for name, value in table.items() if value and isinstance(value, dict)}
+        inner = {
+            f"{section}.{name}": value
+            for name, value in table.items()
+            if value and isinstance(value, dict)
+        }
         own = {name: value for name, value in table.items() if f"{section}.{name}" not in inner}
         for heading, rows in {section: own, **inner}.items():
-            lines = [_row(heading, name, value, imported) for name, value in rows.items() if value is not None]
+            lines = [
+                _row(heading, name, value, imported)
+                for name, value in rows.items()
+                if value is not None
+            ]
             parts += ["\n".join([f"[{heading}]", *lines, ""])] if lines else []
     return "\n".join(parts)
 
 
 def _row(heading: str, name: str, value: Any, imported: ImportedConfig) -> str:
-    key = f"{heading}.{name}"
-    reason = "".join(
-        filter(str.isprintable, " ".join((imported.open.get(key) or imported.guessed.get(key, "")).split()))
-    )
-    comment = f"  # GUESSED: {reason}" if reason and key in imported.guessed else f"  # SET: {reason}" if reason else ""
+    words = imported.open.get(f"{heading}.{name}", "").split()
+    reason = "".join(filter(str.isprintable, " ".join(words)))
+    comment = f"  # SET: {reason}" if reason else ""
     return f"{toml_name(name)} = {toml_value(value)}{comment}"
 
 
-def _mark_lines(marks: Mapping[str, str]) -> Iterator[str]:
+def _joined(words: Iterable[str]) -> list[str]:
+    line = ", ".join(words)
+    return [line] if line else []
+
+
+def _open_lines(reasons: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each distinct reason, with all keys that share it."""
-    for reason in dict.fromkeys(marks.values()):
-        yield f"{', '.join(key for key in marks if marks[key] == reason)}: {reason}"
+    for reason in dict.fromkeys(reasons.values()):
+        yield f"{', '.join(key for key in reasons if reasons[key] == reason)}: {reason}"
 
 
-def _dropped_lines(dropped: list[DroppedKey]) -> Iterator[str]:
+def _dropped_lines(dropped: Sequence[DroppedKey]) -> Iterator[str]:
     """Yield a line for each distinct explanation, with all keys that share it."""
-    by_note: dict[str, list[DroppedKey]] = {}
-    for key in dropped:
-        by_note.setdefault(key.note, []).append(key)
-    for text, group in by_note.items():
-        keys = ", ".join(map(_key, group))
-        yield f"{keys}: {text}" if text else keys
+    for note in dict.fromkeys(key.note for key in dropped):
+        keys = ", ".join(_key(key) for key in dropped if key.note == note)
+        yield f"{keys}: {note}" if note else keys
 
 
 def _key(dropped: DroppedKey) -> str:
     """Format a key as ``key = value (line 7)``; a flag without a value is only its name."""
     line = dropped.item.place.rpartition(":")[2]
-    return f"{dropped.item.written} (line {line})" if whole_number(line) is not None else dropped.item.written
+    of_line = f" (line {line})" if whole_number(line) is not None else ""
+    return f"{dropped.item.written}{of_line}"
 
 
-def _wrapped(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        yield textwrap.fill(
-            line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
+def _wrapped(line: str) -> str:
+    return textwrap.fill(
+        line,
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,4 +1,6 @@
-"""Conversion of another framework's file to a :class:`~meshwright.config.RunConfig`, with a report on every key."""
+"""Conversion of another framework's file to a :class:`~meshwright.config.RunConfig`,
+with a report on every key.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from meshwright.errors import ConfigError
 from meshwright_interop.configs import bridge, megatron, nanotron, torchtitan
 from meshwright_interop.configs.flags import read_flags
 from meshwright_interop.configs.readers import items_of, read_document, read_text
-from meshwright_interop.configs.recognise import JOB_CONFIG, OWN, SUPPORTED, check_flags, recognise, unknown_format
+from meshwright_interop.configs.recognise import (
+    OWN,
+    SUPPORTED,
+    check_flags,
+    recognise,
+    unknown_format,
+)
 from meshwright_interop.configs.source_keys import DroppedKey, SourceKey
 from meshwright_interop.configs.torchtitan_keys import MOVED
 from meshwright_interop.configs.translation import Translation
@@ -48,8 +56,6 @@ class ImportedConfig(NamedTuple):
     dropped: list[DroppedKey]
     open: dict[str, str]
     """Dotted meshwright key that the file does not give, and that has to be set -> the reason."""
-    guessed: dict[str, str]
-    """Dotted meshwright key with a guessed value -> the reason."""
 
 
 def convert_file(
@@ -69,38 +75,41 @@ def convert_file(
         without: keys of the file that would be refused, and are left out instead.
 
     Raises:
-        ConfigError: the file cannot be read, names an unsupported model or option, or gives an invalid configuration.
+        ConfigError: the file cannot be read, names an unsupported model or option, or gives an
+            invalid configuration.
     """
     framework, items = _read(path, framework)
     if not items:
         raise ConfigError(
-            "MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: give another file; {SUPPORTED}"
+            "MW-INTEROP-002",
+            f"{path}: contains no key of {NAMES[framework]}: give another file; {SUPPORTED}",
         )
     given = given_keys(overrides)
-    translation = Translation(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
+    translation = Translation(
+        items, NAMES[framework], own_model=("model", "builder") in given, without=without
+    )
     _translate(translation, TRANSLATE[framework], ranks)
     translation.tree.setdefault("run.name", Translation.run_name(path.stem))
     place = f"{path}, read as {NAMES[framework]}'s"
     overridden = {".".join(key) for key in given}
     if translation.own_model:
-        translation.tree = {key: value for key, value in translation.tree.items() if not key.startswith("model.")}
-        overridden |= {key for key in (*translation.open, *translation.guessed) if key.startswith("model.")}
+        translation.tree = {
+            key: value for key, value in translation.tree.items() if not key.startswith("model.")
+        }
+        overridden |= {key for key in translation.open if key.startswith("model.")}
     config = load_saved(translation.nested(), overrides, place)
     _check(config, place)
-    decided = [
-        line for line in translation.decided if line.partition(" = ")[0] not in overridden | translation.open.keys()
-    ]
-    missing, guessed = (
-        {key: reason for key, reason in marks.items() if key not in overridden}
-        for marks in (translation.open, translation.guessed)
-    )
-    return ImportedConfig(
-        config, framework, len(items), decided, translation.assumed, translation.dropped, missing, guessed
-    )
+    missing = {key: why for key, why in translation.open.items() if key not in overridden}
+    replaced = overridden | translation.open.keys()
+    decided = [line for line in translation.decided if line.partition(" = ")[0] not in replaced]
+    assumed, dropped = translation.assumed, translation.dropped
+    return ImportedConfig(config, framework, len(items), decided, assumed, dropped, missing)
 
 
 def _translate(
-    translation: Translation, translate: Callable[[Translation, int | None], None], ranks: int | None
+    translation: Translation,
+    translate: Callable[[Translation, int | None], None],
+    ranks: int | None,
 ) -> None:
     """Translate a file.
 
@@ -120,7 +129,8 @@ def _translate(
 
 
 def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]:
-    """Read a file and return its framework and items. ``framework``: the user's choice; None: detected.
+    """Read a file and return its framework and items. ``framework``: the user's choice; None:
+    detected.
 
     Raises:
         ConfigError: the file cannot be read, or belongs to a program without an import.
@@ -128,8 +138,9 @@ def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]
     if path.suffix == ".py":
         raise ConfigError(
             "MW-INTEROP-001",
-            f"{path}: a Python file: a configuration in Python, such as torchtitan's config_registry (since February "
-            f"2026), is code, which meshwright does not run: {JOB_CONFIG}; for another program {OWN}",
+            f"{path}: a Python file: a configuration in Python, such as torchtitan's"
+            " config_registry (since February 2026), is code, which meshwright does not run: write"
+            f" its values in the keys of torchtitan's TOML, and import that; or {OWN}",
         )
     text = read_text(path)
     if path.suffix not in DOCUMENTS and framework in (None, "megatron"):
@@ -153,18 +164,28 @@ def _framework_of(path: Path, document: Mapping[str, Any], given: str | None) ->
     """Return the framework of a document; ``given``: the user's choice, for keys that show none.
 
     Raises:
-        ConfigError: a file of meshwright, of another framework than ``given``, or of none that is read.
+        ConfigError: a file of meshwright, of another framework than ``given``, or of none that is
+            read.
     """
-    if path.suffix == ".toml" and document.keys() <= SECTIONS.keys() and {"run", "batch", "train"} & document.keys():
-        raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
+    if (
+        path.suffix == ".toml"
+        and document.keys() <= SECTIONS.keys()
+        and {"run", "batch", "train"} & document.keys()
+    ):
+        raise ConfigError(
+            "MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import"
+        )
     if not document:
-        raise ConfigError("MW-INTEROP-144", f"{path}: contains no key: give another file; {SUPPORTED}")
-    found = recognise(path, document) or given
+        raise ConfigError(
+            "MW-INTEROP-144", f"{path}: contains no key: give another file; {SUPPORTED}"
+        )
+    found = recognise(document) or given
     if found is None:
         raise unknown_format(path, document)
     if given not in (None, found):
         raise ConfigError(
-            "MW-INTEROP-094", f"{path}: a file of {NAMES[found]}, not of {NAMES[given]}: leave --from out"
+            "MW-INTEROP-094",
+            f"{path}: a file of {NAMES[found]}, not of {NAMES[given]}: leave --from out",
         )
     return found
 

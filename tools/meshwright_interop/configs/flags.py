@@ -1,6 +1,8 @@
-"""Reading of Megatron-LM's flags from a text file: a list of flags, or a command line as it was printed.
+"""Reading of Megatron-LM's flags from a text file: a list of flags,
+or a command line as it was printed.
 
-The file is no script: a word that a shell would expand or act on is an error, and nothing is evaluated.
+The file is no script: a word that a shell would expand or act on is an error, and nothing is
+evaluated.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from meshwright_interop.configs.source_keys import SourceKey
 LAUNCHER = "launcher."
 """Prefix of the launcher's own flags, such as ``launcher.nproc-per-node``."""
 PROGRAM = f"{LAUNCHER}program"
-"""Key of the Python file that the launcher starts; the ``key`` of its item is the file's name, the value True."""
+"""Key of the Python file that the launcher starts; the ``key`` of its item is the file's name,
+the value True.
+"""
 
 FLAG = re.compile(r"--[A-Za-z]")
 COMMENT = re.compile(r"(^|\s)#.*")
 QUOTED = re.compile(r"'[^']*'|\"[^\"$`]*\"")
-SHELL = re.compile(r"[$`;|&<>(){}]\S*|^\s*(if|then|else|elif|fi|for|while|until|do|done|case|esac|function)\b")
+SHELL = re.compile(
+    r"[$`;|&<>(){}]\S*|^\s*(if|then|else|elif|fi|for|while|until|do|done|case|esac|function)\b"
+)
 """Syntax of a shell, outside of quotes."""
 
 
@@ -40,8 +46,8 @@ class Word(NamedTuple):
 def read_flags(path: Path, text: str) -> dict[str, SourceKey]:
     """Read a list of flags, or a command line: flag without its dashes -> item.
 
-    The value is True for a flag alone, text for one word, a list for several. Flags before the .py file are the
-    launcher's and have the prefix :data:`LAUNCHER`.
+    The value is True for a flag alone, text for one word, a list for several. Flags before the .py
+    file are the launcher's and have the prefix :data:`LAUNCHER`.
 
     Raises:
         ConfigError: the file is a shell script.
@@ -64,7 +70,8 @@ def read_flags(path: Path, text: str) -> dict[str, SourceKey]:
 
 
 def _words(path: Path, text: str) -> list[Word]:
-    """Split the lines into words by the quoting of a shell; comments and continuations are left out.
+    """Split the lines into words by the quoting of a shell;
+    comments and continuations are left out.
 
     Raises:
         ConfigError: a line has shell syntax, or a quote that it does not close.
@@ -80,16 +87,24 @@ def _words(path: Path, text: str) -> list[Word]:
         try:
             words += [Word(word, number) for word in shlex.split(plain)]
         except ValueError:
-            raise _script_error(path, Word(plain.strip(), number)) from None
+            raise ConfigError(
+                "MW-INTEROP-151",
+                f"{path}:{number}: {_shortened(plain.strip())}: a quote that its line does not"
+                " close: write a flag and its value in one line",
+            ) from None
     return words
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def _script_error(path: Path, word: Word) -> ConfigError:
-    shown = word.text if len(word.text) <= MAX_SHOWN else f"{word.text[:MAX_SHOWN]}..."
     return ConfigError(
         "MW-INTEROP-150",
-        f"{path}:{word.line}: {shown}: a shell script, which is not evaluated: save the flags with their values, one "
-        f"per line or as one line, in a text file and import that (such as the command line in the log of the run)",
+        f"{path}:{word.line}: {_shortened(word.text)}: a shell script, which is not evaluated: save the flags with"
+        " their values, one per line or as one line, in a text file and import that (such as the"
+        " command line in the log of the run)",
     )
 
 

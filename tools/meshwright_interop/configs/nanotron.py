@@ -6,23 +6,33 @@ Source of keys, defaults and meaning: ``src/nanotron/config`` and ``helpers.py``
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from meshwright.config.keys import format_value
 from meshwright.errors import ConfigError
-from meshwright_interop.configs.nanotron_keys import CONFIG, FACTORY, GATES, NOT_LLAMA, REST, SCHEDULES, Z_LOSS
-from meshwright_interop.configs.nanotron_optimizer import optimizer
-from meshwright_interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, SPECTRAL_MUP, DropReason, is_off
+from meshwright_interop.configs.nanotron_keys import (
+    CONFIG,
+    FACTORY,
+    GATES,
+    LAYOUT,
+    MODEL,
+    RATE,
+    RULES,
+    SCHEDULES,
+    SERVICES,
+)
+from meshwright_interop.configs.schedules import put_betas, put_decay, put_warmup
+from meshwright_interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, DropReason
 from meshwright_interop.configs.translation import Translation
 
-STAND_IN = "runs/data/corpus/train"
-"""Path of a corpus that the user has to set."""
+CLASSES = ("is_llama_config", "is_qwen2_config")
 
 
 def canonical(key: str) -> str:
-    """Return the name of a key in the newest files. In older ones the optimizer's keys are one level higher."""
+    """Return the name of a key in the newest files.
+    In older ones the optimizer's keys are one level higher.
+    """
     section, _, name = key.partition(".")
-    if section == "optimizer" and (name.startswith("adam_") or name in ("torch_adam_is_fused", "name")):
+    is_of_factory = name.startswith("adam_") or name in ("torch_adam_is_fused", "name")
+    if section == "optimizer" and is_of_factory:
         return f"{FACTORY}.{name}"
     return key
 
@@ -37,232 +47,235 @@ def translate(translation: Translation, ranks: int | None) -> None:
     Raises:
         ConfigError: nanotron does not accept a value, or meshwright has no such model.
     """
+    translation.refuse_by(RULES)
     if not translation.own_model:
         _model(translation)
-        _initial(translation)
     _layout(translation, ranks)
-    optimizer(translation)
-    _train(translation)
-    translation.drop_rest(REST)
+    _optimizer(translation)
+    _learning_rate(translation)
+    _data(translation)
+    _services(translation)
+    translation.drop_rest(RULES)
 
 
-def _data(translation: Translation) -> None:
-    """Carry over starts and weights of the stages; leave their corpora open, as nanotron's data has another form."""
-    stages = translation.value("data_stages")
-    stages = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
-    stages.sort(key=lambda stage: _start(stage) or 0)
-    reads = "nanotron reads its own form{}"
-    translation.leave_open(
-        "data.train", _mixture(stages[0]) if stages else STAND_IN, PREPARED.format(reads.format(_sources(stages[:1])))
-    )
-    translation.drop("data_stages", DropReason.BY_HAND, CORPUS)
-    if translation.has("doremi.domain_names"):
-        translation.refuse("doremi.domain_names", "the weights of corpora are fixed here, not learnt or by domain")
-    if len(stages) < 2:
-        return
-    starts = [_start(stage) or 0 for stage in stages]
-    if starts != sorted(set(starts)) or starts[0] != 1:
-        what = f"the first stage starts at step 1, and later ones after it; here: {', '.join(map(str, starts))}"
-        translation.refuse("data_stages", f"{what}. Only the first would remain")
-        return
-    later = [{"from_step": _start(stage), "train": _mixture(stage)} for stage in stages[1:]]
-    names = "; ".join(f"{stage.get('name', 'a stage')} from step {_start(stage)}" for stage in stages)
-    reason = PREPARED.format(reads.format(_sources(stages[1:])))
-    translation.leave_open("data.stages", later, f"{names}. {reason}")
-
-
-def _start(stage: dict[str, object]) -> int | None:
-    start = stage.get("start_training_step")
-    return start if isinstance(start, int) and not isinstance(start, bool) and start > 0 else None
-
-
-def _mixture(stage: dict[str, object]) -> object:
-    """Return stand-ins for the corpora of a stage: one path, or a list with the weights of the file."""
-    data = stage.get("data")
-    dataset = data.get("dataset") if isinstance(data, dict) else None
-    folders = dataset.get("dataset_folder") if isinstance(dataset, dict) else None
-    weights = list(folders.values()) if isinstance(folders, dict) else None
-    if isinstance(folders, list) and isinstance(dataset, dict):
-        weights = dataset.get("dataset_weights") or [1.0] * len(folders)
-        if not isinstance(weights, list) or len(weights) != len(folders):
-            weights = None
-    if not weights or len(weights) < 2 or not all(isinstance(each, int | float) and each > 0 for each in weights):
-        return STAND_IN
-    return [{"path": STAND_IN, "weight": float(weight)} for weight in weights]
-
-
-def _sources(stages: Sequence[dict[str, object]]) -> str:
-    """Return the datasets of stages for a message."""
-    names = ("dataset_folder", "hf_dataset_or_datasets", "training_folder")
-    texts = []
-    for stage in stages:
-        data = stage.get("data")
-        dataset = data.get("dataset") if isinstance(data, dict) else None
-        found = [dataset[name] for name in names if dataset.get(name)] if isinstance(dataset, dict) else []
-        texts += [format_value(found[0])] if found else []
-    return f" ({'; '.join(texts)})" if texts else ""
-
-
-def _initial(translation: Translation) -> None:
-    """Translate the initial weights: nanotron's ``RandomInit``, or muP's, which are scaled by width."""
-    method = "model.init_method"
-    if translation.boolean(f"{method}.use_mup"):
-        translation.refuse(f"{method}.use_mup", SPECTRAL_MUP)
-    if translation.has(f"{method}.path"):
-        translation.refuse(f"{method}.path", PRETRAINED)
-    std = translation.number(f"{method}.std", 0.02)
-    translation.put("model.options.init_std", None if std == 0.02 else std)
-    scaling = (translation.text(f"{method}.scaling_method", "NUM_LAYERS") or "").upper()
-    if scaling == "NONE":
-        translation.put("model.options.residual_init", "none")
-    elif scaling != "NUM_LAYERS":
-        translation.refuse(f"{method}.scaling_method", "nanotron itself has NUM_LAYERS and NONE only")
+# -- model
 
 
 def _model(translation: Translation) -> None:
-    for name, what in NOT_LLAMA.items():
-        key = next(
-            (key for key in translation.items if key == f"{CONFIG}.{name}" or key.startswith(f"{CONFIG}.{name}.")), None
-        )
-        if key is not None and not is_off(translation.value(key)):
-            raise translation.unsupported_model(key, what)
-    act = translation.text(f"{CONFIG}.hidden_act", "silu") or ""
-    if act not in GATES:
-        raise translation.unsupported_model(f"{CONFIG}.hidden_act", f"the activation {act} in its gate")
+    """Translate the model: a Llama, or with another gate or interpolated positions a decoder."""
+    is_qwen = _is_qwen(translation)
+    activation = translation.text(f"{CONFIG}.hidden_act", "silu")
+    if activation not in GATES:
+        what = f"the activation {activation} in its gate"
+        raise translation.unsupported_model(f"{CONFIG}.hidden_act", what)
+    factor = translation.number(f"{CONFIG}.rope_seq_len_interpolation_factor") or 1.0
+    if GATES[activation] == "swiglu" and factor == 1:
+        translation.put("model.builder", "meshwright_models.llama:build")
+    else:
+        why = f"Llama with {activation} and positions over {factor}"
+        translation.put("model.builder", "meshwright_models.decoder:build", why)
+        translation.put("model.options.mlp", GATES[activation])
+        translation.put("model.options.rope_interpolation", None if factor == 1 else factor)
+    _check_rope_scaling(translation)
+    translation.put_rows(MODEL)
+    kv_heads = translation.integer(f"{CONFIG}.num_key_value_heads")
+    translation.put(
+        "model.options.num_kv_heads", kv_heads or translation.tree["model.options.num_heads"]
+    )
+    _attention(translation, is_qwen=is_qwen)
+    _loss(translation)
+    _residuals(translation)
+
+
+def _is_qwen(translation: Translation) -> bool:
+    """Return True for nanotron's Qwen2, and False for its Llama.
+
+    Raises:
+        ConfigError: another class, or none.
+    """
     kinds = [
         key
         for key in translation.items
         if key.startswith(f"{CONFIG}.is_") and key.endswith("_config") and translation.boolean(key)
     ]
-    other = next((key for key in kinds if key.rpartition(".")[2] not in ("is_llama_config", "is_qwen2_config")), None)
-    if other is not None or not kinds:
-        raise translation.unsupported_model(
-            other or "model.model_config", "this configuration class, only is_llama_config and is_qwen2_config"
-        )
-    heads = translation.count(f"{CONFIG}.num_attention_heads", 32)
-    interpolation = translation.number(f"{CONFIG}.rope_seq_len_interpolation_factor") or 1.0
-    if GATES[act] == "swiglu" and interpolation == 1:
-        translation.put("model.builder", "meshwright_models.llama:build")
-    else:
-        translation.put(
-            "model.builder", "meshwright_models.decoder:build", f"Llama with {act} and positions over {interpolation}"
-        )
-        translation.put("model.options.mlp", GATES[act])
-        translation.put("model.options.rope_interpolation", None if interpolation == 1 else interpolation)
-    translation.put("model.options.vocab_size", translation.count(f"{CONFIG}.vocab_size", 32000))
-    translation.put("model.options.hidden_size", translation.count(f"{CONFIG}.hidden_size", 4096))
-    translation.put("model.options.num_layers", translation.count(f"{CONFIG}.num_hidden_layers", 32))
-    translation.put("model.options.num_heads", heads)
-    translation.put("model.options.num_kv_heads", translation.integer(f"{CONFIG}.num_key_value_heads") or heads)
-    translation.put("model.options.ffn_size", translation.count(f"{CONFIG}.intermediate_size", 11008))
-    translation.put("model.options.max_sequence_length", translation.count(f"{CONFIG}.max_position_embeddings", 2048))
-    translation.put("model.options.rope_theta", translation.number(f"{CONFIG}.rope_theta", 10000.0))
-    translation.put("model.options.norm_eps", translation.number(f"{CONFIG}.rms_norm_eps", 1e-6))
-    translation.put("model.options.tied", translation.boolean(f"{CONFIG}.tie_word_embeddings"))
-    _attention(translation, is_qwen=f"{CONFIG}.is_qwen2_config" in kinds)
-    if translation.boolean(f"{CONFIG}.z_loss_enabled"):
-        translation.put("model.options.z_loss", translation.number(f"{CONFIG}.z_loss_coefficient", 1e-4))
-        translation.drop(f"{CONFIG}.z_loss_enabled", DropReason.DIFFERS, Z_LOSS)
-    translation.skip(f"{CONFIG}.z_loss*")
-    mask = translation.items.get(f"{CONFIG}.flex_attention_mask")
-    if translation.boolean(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
-        translation.skip(f"{CONFIG}.flex_attention_mask")
-        translation.put(
-            "data.document_boundaries", True, "separates documents in attention, and here in the labels too"
-        )
-    _positions(translation)
+    others = [key for key in kinds if key.rpartition(".")[2] not in CLASSES]
+    if others or not kinds:
+        what = f"this configuration class, only {' and '.join(CLASSES)}"
+        raise translation.unsupported_model((*others, "model.model_config")[0], what)
+    return f"{CONFIG}.is_qwen2_config" in kinds
+
+
+def _check_rope_scaling(translation: Translation) -> None:
+    """Check that the rotary positions are plain, or scaled as Llama 3.1's."""
+    scaling = f"{CONFIG}.rope_scaling."
+    keys = [key for key in translation.items if key.startswith(scaling)]
+    kind = translation.text(f"{scaling}rope_type") or translation.text(f"{scaling}type")
+    if keys and kind != "llama3":
+        raise translation.unsupported_model(keys[0], f"rotary scaling {kind}, only llama3")
 
 
 def _attention(translation: Translation, *, is_qwen: bool) -> None:
-    """Translate biases and the sliding window. Only the default kernel counts the token itself, as here."""
-    bias, window = f"{CONFIG}.attention_bias", translation.optional_count(f"{CONFIG}.sliding_window_size")
+    """Translate biases and the sliding window. Only the default kernel counts the token itself,
+    as here.
+    """
+    bias, window = f"{CONFIG}.attention_bias", f"{CONFIG}.sliding_window_size"
     if translation.boolean(bias):
         if not is_qwen:
             raise translation.unsupported_model(bias, "biases in nanotron's Llama, which has none")
         translation.put("model.options.qkv_bias", True)
-    if window is not None:
-        kernel = translation.text(f"{CONFIG}._attn_implementation", "flash_attention_2")
-        if not is_qwen or kernel != "flash_attention_2" or not translation.boolean(f"{CONFIG}._use_qkv_packed", True):
-            raise translation.unsupported_model(
-                f"{CONFIG}.sliding_window_size", "a sliding window outside of flash_attention_2 with packed q, k, v"
-            )
-        translation.put("model.options.sliding_window", window)
-
-
-def _positions(translation: Translation) -> None:
-    scaling = f"{CONFIG}.rope_scaling"
-    names = {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-    }
-    if not any(key.startswith(f"{scaling}.") for key in translation.items):
+    size = translation.count(window)
+    if size is None:
         return
-    kind = translation.text(f"{scaling}.rope_type") or translation.text(f"{scaling}.type")
-    if kind != "llama3":
-        name = next(key for key in translation.items if key.startswith(f"{scaling}."))
-        raise translation.unsupported_model(name, f"rotary scaling {kind}, only llama3")
-    for name, option in names.items():
-        translation.put(f"model.options.{option}", translation.number(f"{scaling}.{name}"))
-    length = translation.number(f"{scaling}.original_max_position_embeddings")
-    translation.put("model.options.rope_original_length", None if length is None else int(length))
+    kernel = translation.text(f"{CONFIG}._attn_implementation", "flash_attention_2")
+    is_packed = translation.boolean(f"{CONFIG}._use_qkv_packed", True)
+    if not is_qwen or kernel != "flash_attention_2" or not is_packed:
+        what = "a sliding window outside of flash_attention_2 with packed q, k, v"
+        raise translation.unsupported_model(window, what)
+    translation.put("model.options.sliding_window", size)
+
+
+def _loss(translation: Translation) -> None:
+    """Translate the loss of the logits' size, and the mask of documents."""
+    if translation.boolean(f"{CONFIG}.z_loss_enabled"):
+        coefficient = translation.number(f"{CONFIG}.z_loss_coefficient", 1e-4)
+        translation.put("model.options.z_loss", coefficient)
+        note = "nanotron squares the logsumexp of the logits less the largest of them"
+        translation.drop(f"{CONFIG}.z_loss_enabled", DropReason.DIFFERS, note)
+    mask = translation.items.get(f"{CONFIG}.flex_attention_mask")
+    is_of_documents = mask is not None and "document" in str(mask.value)
+    if translation.boolean(f"{CONFIG}._use_doc_masking") or is_of_documents:
+        translation.skip(f"{CONFIG}.flex_attention_mask")
+        why = "separates documents in attention, and here in the labels too"
+        translation.put("data.document_boundaries", True, why)
+
+
+def _residuals(translation: Translation) -> None:
+    """Translate the scaling of the residual projections' initial weights."""
+    name = "model.init_method.scaling_method"
+    scaling = translation.text(name, "NUM_LAYERS").upper()
+    if scaling == "NONE":
+        translation.put("model.options.residual_init", "none")
+    elif scaling != "NUM_LAYERS":
+        translation.refuse(name, "nanotron itself has NUM_LAYERS and NONE only")
+
+
+# -- layout
 
 
 def _layout(translation: Translation, ranks: int | None) -> None:
-    degrees = {axis: translation.count(f"parallelism.{axis}", 1) for axis in ("dp", "pp", "tp")}
-    for axis, degree in degrees.items():
-        translation.put(f"parallel.{axis}", degree)
-    cp = translation.count("parallelism.context_parallel_size", 1)
-    translation.put("parallel.cp", cp if cp > 1 else None)
-    size = degrees["dp"] * degrees["pp"] * degrees["tp"] * cp
-    if ranks is not None and ranks != size:
+    """Translate degrees, batch and pipeline schedule."""
+    translation.put_rows(LAYOUT)
+    dp, pp, tp = (translation.tree[f"parallel.{axis}"] for axis in ("dp", "pp", "tp"))
+    size = dp * pp * tp * translation.tree.get("parallel.cp", 1)
+    if ranks not in (None, size):
         raise ConfigError(
-            "MW-INTEROP-010", f"--ranks {ranks}, but the file's dp x pp x cp x tp is {size}: leave --ranks out"
+            "MW-INTEROP-010",
+            f"--ranks {ranks}, but the file's dp x pp x cp x tp is {size}: leave --ranks out",
         )
-    mode = (translation.text("parallelism.tp_mode", "ALL_REDUCE") or "").upper()
-    if degrees["tp"] > 1 and mode == "REDUCE_SCATTER":
+    mode = translation.text("parallelism.tp_mode", "ALL_REDUCE")
+    if tp > 1 and mode.upper() == "REDUCE_SCATTER":
         translation.put("parallel.sequence", True)
-    translation.put("parallel.zero", translation.integer("optimizer.zero_stage", 0))
-    engine = (translation.text("parallelism.pp_engine", "afab" if degrees["pp"] > 1 else None) or "").lower()
-    if degrees["pp"] > 1:
-        translation.put("pipeline.schedule", SCHEDULES.get(engine, "1f1b"))
-        if engine not in SCHEDULES:
-            translation.drop("parallelism.pp_engine", DropReason.NONE, 'pipeline.schedule = "1f1b" instead')
-    if translation.boolean("parallelism.recompute_layer"):
-        translation.put("pipeline.recompute", "full")
-    bucket_mb = translation.number("model.ddp_bucket_cap_mb")
-    translation.put("parallel.bucket_bytes", None if bucket_mb is None else int(bucket_mb * 2**20))
-    translation.put("batch.micro_batch_size", translation.count("tokens.micro_batch_size", 1))
-    translation.put("batch.chunks", translation.count("tokens.batch_accumulation_per_replica", 1))
+    engine = translation.text("parallelism.pp_engine", "afab" if pp > 1 else None) or ""
+    if pp > 1:
+        translation.put("pipeline.schedule", SCHEDULES.get(engine.lower(), "1f1b"))
+        if engine.lower() not in SCHEDULES:
+            note = 'pipeline.schedule = "1f1b" instead'
+            translation.drop("parallelism.pp_engine", DropReason.NONE, note)
 
 
-def _train(translation: Translation) -> None:
-    length = translation.optional_count("tokens.sequence_length")
-    if length is None:
-        translation.leave_open("data.sequence_length", 2048, translation.why_missing("tokens.sequence_length"))
-    translation.put("data.sequence_length", length)
-    _data(translation)
-    dtype = translation.text("model.dtype", "bfloat16") or ""
-    translation.put("train.dtype", {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype))
-    translation.put("run.seed", translation.integer("general.seed", 42))
-    run = translation.text("general.run")
-    if run is not None:
-        name = translation.run_name(re.sub("_?%(date|jobid)", "", run))
-        translation.put(
-            "run.name", name, "the same name for every start, so that the same command resumes" if name != run else ""
-        )
-    translation.put("tracking.project", translation.text("general.project"))
-    start = translation.text("checkpoints.resume_checkpoint_path")
-    own = translation.text("checkpoints.checkpoints_path") or "checkpoints"
-    if start is not None and not start.startswith(own):
-        translation.refuse("checkpoints.resume_checkpoint_path", PRETRAINED)
-    translation.put("checkpoint.every", translation.count("checkpoints.checkpoint_interval", 1000))
-    translation.put("run.directory", translation.text("checkpoints.checkpoints_path", "checkpoints"))
-    translation.put("tracking.log_every", translation.count("logging.iteration_step_info_interval", 1))
-    every, batches = translation.integer("tokens.val_check_interval"), translation.integer("tokens.limit_val_batches")
+# -- optimizer
+
+
+def _optimizer(translation: Translation) -> None:
+    """Translate the optimizer, its weight decay and clipping."""
+    name = translation.text(f"{FACTORY}.name", "adamW").lower()
+    translation.put("optimizer.name", "sgd" if name == "sgd" else "adamw")
+    if name == "sgd":
+        translation.put("optimizer.momentum", 0.0, "nanotron's SGD has none")
+    elif name == "adamw":
+        put_betas(translation, f"{FACTORY}.adam_", second=0.95)
+    else:
+        translation.refuse(f"{FACTORY}.name", "no such optimizer here, only adamW and sgd")
+    decay = translation.number("optimizer.weight_decay", 0.01)
+    why = "on matrices only; nanotron decays norms and biases too" if decay else ""
+    translation.put("optimizer.weight_decay", decay, why)
+    translation.put("optimizer.clip_norm", translation.number("optimizer.clip_grad") or 0.0)
+
+
+def _learning_rate(translation: Translation) -> None:
+    """Translate nanotron's lr_scheduler_builder.
+
+    Its rate rises until ``lr_warmup_steps``, is flat until ``lr_decay_starting_step``, falls, and
+    is flat at the end.
+    """
+    name = "tokens.train_steps"
+    steps = translation.put_or_leave_open("train.steps", name, translation.count(name), 10**6)
+    name = f"{RATE}.learning_rate"
+    peak = translation.number(name)
+    peak = translation.put_or_leave_open("optimizer.learning_rate", name, peak, 3e-4)
+    low = translation.number(f"{RATE}.min_decay_lr", peak)
+    name = f"{RATE}.lr_warmup_steps"
+    warmup = translation.integer(name, 0)
+    if translation.text(f"{RATE}.lr_warmup_style", "linear") == "constant":
+        why = "lr_warmup_style constant starts at the peak rate"
+        translation.put("optimizer.warmup_steps", 0, why)
+    else:
+        put_warmup(translation, name, warmup, steps)
+    _decay(translation, steps, min(warmup, steps), is_constant=low >= peak)
+    if translation.tree["optimizer.schedule"] != "constant":
+        translation.put("optimizer.min_learning_rate", low)
+
+
+def _decay(translation: Translation, steps: int, warmup: int, *, is_constant: bool) -> None:
+    """Translate the form of the decay, its first step and its last one."""
+    start = translation.integer(f"{RATE}.lr_decay_starting_step")
+    length = translation.integer(f"{RATE}.lr_decay_steps")
+    first = warmup if start is None else start
+    last = first + (length or steps - warmup - (start or 0))
+    style = f"{RATE}.lr_decay_style"
+    if is_constant or first >= steps:
+        translation.text(style, "linear")
+        translation.put("optimizer.schedule", "constant", "the rate never decays")
+        return
+    if first < warmup:
+        why = "no decay here that starts inside of the warm-up"
+        translation.refuse(f"{RATE}.lr_decay_starting_step", why)
+    why = f"from lr_decay_starting_step {first} on"
+    put_decay(translation, style, (warmup, first, last), why)
+    if last != steps:
+        translation.put("optimizer.decay_until", last)
+
+
+# -- data and services
+
+
+def _data(translation: Translation) -> None:
+    """Leave the corpora open, as nanotron's data has another form, and validation with them."""
+    name = "tokens.sequence_length"
+    length = translation.count(name)
+    translation.put_or_leave_open("data.sequence_length", name, length, 2048)
+    form = "nanotron reads its own form"
+    translation.leave_open("data.train", "runs/data/corpus/train", PREPARED.format(form))
+    stages = translation.value("data_stages")
+    later = "; of later stages data.stages" if isinstance(stages, list) and stages[1:] else ""
+    translation.drop("data_stages", DropReason.BY_HAND, f"{CORPUS}{later}")
+    every = translation.integer("tokens.val_check_interval")
+    batches = translation.integer("tokens.limit_val_batches")
     if every is not None and every > 0:
         reason = "nanotron takes validation batches from its own form of the data"
         translation.leave_open("data.validation", "runs/data/corpus/validation", reason)
         translation.put("train.validate_every", every)
-        if batches:
-            translation.put("train.validate_steps", batches, "global batches")
+        translation.put("train.validate_steps", batches or None, "global batches")
+
+
+def _services(translation: Translation) -> None:
+    """Translate the run's name, its checkpoints and tracking."""
+    translation.put_rows(SERVICES)
+    run = translation.text("general.run")
+    if run is not None:
+        name = translation.run_name(re.sub("_?%(date|jobid)", "", run))
+        why = "the same name for every start, so that the same command resumes"
+        translation.put("run.name", name, why if name != run else "")
+    start = translation.text("checkpoints.resume_checkpoint_path")
+    if start is not None and not start.startswith(translation.tree["run.directory"]):
+        translation.refuse("checkpoints.resume_checkpoint_path", PRETRAINED)

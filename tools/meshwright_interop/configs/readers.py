@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,13 @@ from typing import Any
 from meshwright.config.keys import flatten
 from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError
-from meshwright.system.bounded import MIB, check_values, parse_json, parse_toml, parse_yaml, read_bytes
+from meshwright.system.bounded import (
+    MIB,
+    parse_toml,
+    read_bytes,
+)
+from meshwright_interop.configs.bounded_yaml import parse_yaml
 from meshwright_interop.configs.source_keys import SourceKey
-
-JSON_KEY = re.compile(r'^(\s*)"([^"\\]+)"\s*:')
 
 
 def read_text(path: Path) -> str:
@@ -25,66 +27,52 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path, MIB).decode()
     except FileNotFoundError:
-        raise ConfigError("MW-INTEROP-011", f"{path}: no such file: give the path of the configuration") from None
+        raise ConfigError(
+            "MW-INTEROP-011", f"{path}: no such file: give the path of the configuration"
+        ) from None
     except IsADirectoryError:
-        raise ConfigError("MW-INTEROP-012", f"{path}: is a directory; give one file in it") from None
+        raise ConfigError(
+            "MW-INTEROP-012", f"{path}: is a directory; give one file in it"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError("MW-INTEROP-013", f"{path}: not UTF-8 text (byte {error.start}): give a text file") from None
+        raise ConfigError(
+            "MW-INTEROP-013", f"{path}: not UTF-8 text (byte {error.start}): give a text file"
+        ) from None
     except OSError as error:
-        raise ConfigError("MW-INTEROP-014", f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(
+            "MW-INTEROP-014", f"{path}: cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def read_document(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Parse TOML, JSON or YAML by the suffix; return the document, and the line number of each dotted key.
+    """Parse TOML, or YAML, of which JSON is a part; return the document,
+    and the line number of each dotted key.
 
     Raises:
         ConfigError: a syntax error, with its line; or the document is no mapping.
     """
     if path.suffix == ".toml":
         return _parse_toml(path, text)
-    if path.suffix == ".json":
-        return _parse_json(path, text), _json_lines(text)
     return _parse_yaml(path, text)
 
 
-def items_of(path: Path, document: Mapping[str, Any], lines: Mapping[str, int]) -> dict[str, SourceKey]:
+def items_of(
+    path: Path, document: Mapping[str, Any], lines: Mapping[str, int]
+) -> dict[str, SourceKey]:
     """Flatten a document: dotted key -> item."""
-    return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flatten(dict(document))}
+    return {
+        key: SourceKey(key, value, _place(path, lines.get(key)))
+        for key, value in flatten(dict(document))
+    }
 
 
 def _parse_toml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         return parse_toml(text), toml_lines(text)
     except ValueError as error:
-        raise ConfigError("MW-INTEROP-015", f"{path}: not valid TOML: {error}; correct the file") from None
-
-
-def _parse_json(path: Path, text: str) -> dict[str, Any]:
-    try:
-        document = parse_json(text)
-        check_values(document)
-    except ValueError as error:
-        raise ConfigError("MW-INTEROP-091", f"{path}: not valid JSON: {error}; correct the file") from None
-    if not isinstance(document, dict):
         raise ConfigError(
-            "MW-INTEROP-092",
-            f"{path}: a configuration is a JSON object of sections, and this is not: give another file",
-        )
-    return document
-
-
-def _json_lines(text: str) -> dict[str, int]:
-    """Return the lines of the dotted keys of JSON as ``json.dump`` indents it: one key per line."""
-    above: list[tuple[int, str]] = []
-    lines: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        found = JSON_KEY.match(line)
-        if found is None:
-            continue
-        indent = len(found[1])
-        above = [(width, name) for width, name in above if width < indent] + [(indent, found[2])]
-        lines.setdefault(".".join(name for _, name in above), number)
-    return lines
+            "MW-INTEROP-015", f"{path}: not valid TOML: {error}; correct the file"
+        ) from None
 
 
 def _place(path: Path, line: int | None) -> str:
@@ -101,13 +89,15 @@ def _parse_yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(
-            "MW-INTEROP-016", f"{_place(path, mark and mark.line + 1)}: not valid YAML: {problem}; correct the file"
+            "MW-INTEROP-016",
+            f"{_place(path, mark and mark.line + 1)}: not valid YAML: {problem}; correct the file",
         ) from None
     except ValueError as error:
         raise ConfigError("MW-INTEROP-017", f"{path}: {error}") from None
     if not isinstance(document, dict):
         raise ConfigError(
-            "MW-INTEROP-018", f"{path}: a configuration is a mapping of sections, and this is not: give another file"
+            "MW-INTEROP-018",
+            f"{path}: a configuration is a mapping of sections, and this is not: give another file",
         )
     try:
         lines = dict(_yaml_lines(root))

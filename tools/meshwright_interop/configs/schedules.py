@@ -5,17 +5,20 @@ from __future__ import annotations
 from meshwright_interop.configs.translation import Translation
 
 
-def put_adam(translation: Translation, prefix: str, *, second: float) -> None:
-    """Set betas and eps of Adam from ``{prefix}beta1``, ``beta2``, ``eps``. ``second``: their default of beta2."""
-    betas = [translation.number(f"{prefix}beta1", 0.9), translation.number(f"{prefix}beta2", second)]
+def put_betas(translation: Translation, prefix: str, *, second: float) -> None:
+    """Set betas and eps of Adam from ``{prefix}beta1``, ``beta2``, ``eps``. ``second``:
+    their default of beta2.
+    """
+    defaults = {"beta1": 0.9, "beta2": second}
+    betas = [translation.number(f"{prefix}{name}", value) for name, value in defaults.items()]
     translation.put("optimizer.betas", betas)
     translation.put("optimizer.eps", translation.number(f"{prefix}eps", 1e-8))
 
 
-def put_warmup(translation: Translation, name: str, given: int, steps: int) -> None:
+def put_warmup(translation: Translation, name: str, warmup: int, steps: int) -> None:
     """Set the warm-up, and refuse one that is longer than the run."""
-    translation.put("optimizer.warmup_steps", min(given, steps))
-    if given > steps > 0:
+    translation.put("optimizer.warmup_steps", min(warmup, steps))
+    if warmup > steps > 0:
         translation.refuse(name, f"the warm-up ends with the run here, after {steps} steps")
 
 

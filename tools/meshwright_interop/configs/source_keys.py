@@ -1,8 +1,11 @@
-"""Keys of a foreign file, reasons not to carry them over, and notes that apply to several frameworks."""
+"""Keys of a foreign file, reasons not to carry them over,
+and notes that apply to several frameworks.
+"""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Mapping
+from enum import Enum, StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -30,18 +33,28 @@ class SourceKey(NamedTuple):
     place: str
     """Location in the file, ``file:line``."""
     text: str = ""
-    """Text to show in place of ``key = value``, where the file has another form; never of a key that looks secret."""
+    """Text to show in place of ``key = value``, where the file has another form;
+    never of a key that looks secret.
+    """
 
     @property
     def written(self) -> str:
-        """Text of the item: ``key = value``, or a flag with its words. Values of keys that look secret are hidden."""
+        """Text of the item: ``key = value``, or a flag with its words.
+        Values of keys that look secret are hidden.
+        """
         if is_secret_name(self.key) or any(find_secrets(self.value, ("", ""))):
             return f"{self.key} = (not shown)"
         if self.text:
             return hide_secrets(self.text)
         if not self.key.startswith("-") and not self.key.endswith(".py"):
             return f"{self.key} = {format_value(self.value)}"
-        words = self.value if isinstance(self.value, list) else [] if self.value is True else [self.value]
+        words = (
+            self.value
+            if isinstance(self.value, list)
+            else []
+            if self.value is True
+            else [self.value]
+        )
         return hide_secrets(" ".join(map(str, [self.key, *words])))
 
 
@@ -53,52 +66,78 @@ class DroppedKey(NamedTuple):
     note: str
 
 
-class DropRule(NamedTuple):
-    """Row of a table of keys without a translation: their patterns, and the reason to drop them."""
+class Refusal(Enum):
+    """Kind of error for a key that is in use and cannot be imported."""
+
+    RECIPE = "the run would train something else; ``--without KEY`` imports the file without it"
+    MODEL = "no builder makes such a model; ignored with ``--model.builder``"
+
+
+class KeyRule(NamedTuple):
+    """Row of a table of keys without a translation: their patterns, and what becomes of them.
+
+    A key of an option that is not in use loses nothing, and is passed over.
+    """
 
     patterns: str
     """Patterns of keys, separated by blanks."""
-    reason: DropReason
+    fate: DropReason | Refusal
     note: str = ""
+    usual: tuple[Any, ...] = ()
+    """Further values with which the key changes nothing."""
 
     def matches(self, name: str) -> bool:
         """Return True if one of the patterns matches the key."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns.split())
 
 
+def rules(fate: DropReason | Refusal, notes: Mapping[str, str]) -> tuple[KeyRule, ...]:
+    """Return the rules of one fate. ``notes``: patterns -> note."""
+    return tuple(KeyRule(patterns, fate, note) for patterns, note in notes.items())
+
+
 TOKENIZER = "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"
 PREPARED = "{}; here the path of a corpus prepared by `meshwright data`"
 CORPUS = "data.train, the path of a corpus prepared by `meshwright data`"
 PRETRAINED = (
-    "the run would start from random weights: first convert these with `meshwright convert`, whose run directory "
-    "`meshwright train` continues"
+    "the run would start from random weights: first convert these with `meshwright convert`, whose"
+    " run directory `meshwright train` continues"
 )
 TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
 METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
-FLOAT8 = 'train.linear = "fp8", with one scale per row: other numbers than with other recipes; train.fp8_keep'
+FLOAT8 = (
+    'train.linear = "fp8", with one scale per row: other numbers than with other recipes;'
+    " train.fp8_keep"
+)
 BALANCE = "pipeline.balance, as numbers of layers"
 SPECTRAL_MUP = (
-    "spectral muP draws each matrix with standard deviation min(1, sqrt(out / in)) / sqrt(in), and scales its learning "
-    "rate by out / in. muP here (model.options.mup_base_size) is relative to a base width, with init_std and one "
-    "factor for all matrices of the blocks, so the same learning rate would train another model"
+    "spectral muP scales by out / in of each matrix, and muP here (model.options.mup_base_size) by"
+    " the width: the same learning rate would train another model"
 )
-DEPTH_INIT = "as torchtitan's depth_init; it draws embedding (std 1), head (1 / sqrt(dim)) and up projection otherwise"
+DEPTH_INIT = (
+    "as torchtitan's depth_init; it draws embedding (std 1), head (1 / sqrt(dim)) and up projection"
+    " otherwise"
+)
 HALVES = "halves are rotated, not neighbours: it only matters for imported weights"
 
 
-OFF = (None, False, "", "none", "disabled", "off")
-"""Values of an option that is not in use, so that nothing is lost. 0, empty lists and empty tables count as well."""
-
-
+OFF = ("", "0", "none", "false", "disabled", "off")
+"""Values of an option that is not in use, in lower case; None, False, 0, empty lists and tables
+count as well.
+"""
 DEGREES = ("_degree", "_size", "-size")
 """Suffixes of keys that hold a parallel degree, for which 1 means not in use."""
 
 
 def is_off(value: Any) -> bool:
     """Return True if an option with this value is not in use."""
-    return value in ([], {}, 0) or any(value is each or (value == each and isinstance(each, str)) for each in OFF)
+    if isinstance(value, str):
+        return value.lower() in OFF
+    return value is None or value in (0, [], {})
 
 
 def is_variable(value: Any) -> bool:
-    """Return True for text with a variable, such as ``${DATA_PATH}``, that the file does not define."""
+    """Return True for text with a variable, such as ``${DATA_PATH}``,
+    that the file does not define.
+    """
     return isinstance(value, str) and ("$" in value or "`" in value)

@@ -1,4 +1,6 @@
-"""Tables of torchtitan's keys: moved keys, and keys without a translation, with the reason to drop them."""
+"""Tables of torchtitan's keys: moved ones, those that become one key here, and those without a
+translation.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,19 @@ from meshwright_interop.configs.source_keys import (
     CORPUS,
     FLOAT8,
     METRICS,
+    PRETRAINED,
     TRACING,
     DropReason,
-    DropRule,
+    KeyRule,
+    Refusal,
+    rules,
 )
+from meshwright_interop.configs.translation import Row, Translation
+
+count, number = Translation.count, Translation.number
+integer, boolean, text = Translation.integer, Translation.boolean, Translation.text
 
 MOVED = {
-    "training.batch_size": "training.local_batch_size",
-    "training.warmup_steps": "lr_scheduler.warmup_steps",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.disable_loss_parallel": "parallelism.disable_loss_parallel",
     "training.compile": "compile.enable",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
@@ -27,21 +29,8 @@ MOVED = {
     "model.tokenizer_path": "model.hf_assets_path",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "validation.enabled": "validation.enable",
-    **{
-        f"experimental.{name}": f"parallelism.{name}"
-        for name in (
-            "pipeline_parallel_degree",
-            "pipeline_parallel_schedule",
-            "pipeline_parallel_schedule_csv",
-            "pipeline_parallel_split_points",
-            "pipeline_parallel_microbatches",
-            "context_parallel_degree",
-            "enable_async_tensor_parallel",
-        )
-    },
 }
 """Old name of a key -> its name in the last version with TOML files."""
-
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
@@ -49,68 +38,103 @@ SCHEDULES = {
     "zbvzerobubble": "zb_v",
     "dualpipev": "dualpipe_v",
 }
-SEVERAL_STAGES = ("interleaved1f1b", "zbvzerobubble", "interleavedzerobubble", "loopedbfs", "dualpipev")
-
+NEAREST = {"interleavedzerobubble": "interleaved_1f1b", "loopedbfs": "interleaved_1f1b"}
+"""Schedule of several stages per rank that is not supported -> the nearest one; of others 1f1b."""
+SEVERAL_STAGES = {*SCHEDULES, *NEAREST} - {"1f1b", "gpipe"}
 SWITCHES = {
     "profiling": "profiling.enable_profiling",
     "quantize": "model.converters",
     "compile": "compile.enable",
     "fault_tolerance": "fault_tolerance.enable",
     "memory_estimation": "memory_estimation.enable",
+    "validation": "validation.enable",
+    "checkpoint": "checkpoint.enable",
 }
 """Section -> the key that enables it; without it the others of the section have no effect."""
 
-REST = (
-    DropRule("parallelism.enable_sequence_parallel", DropReason.NEEDLESS),
-    DropRule("job.description", DropReason.NONE, "use a comment in the file"),
-    DropRule("profiling.*", DropReason.NONE, TRACING),
-    DropRule("metrics.enable_tensorboard", DropReason.NONE, METRICS),
-    DropRule("*enable_fsdp_float8_all_gather", DropReason.NONE, "weights are gathered in the training dtype"),
-    DropRule("model.converters float8.* quantize.* training.fp8_linear", DropReason.BY_HAND, FLOAT8),
-    DropRule("mx.*", DropReason.NONE, "no MXFP8"),
-    DropRule(
-        "optimizer.early_step_in_backward", DropReason.NONE, "clipping needs the norm of all gradients before the step"
-    ),
-    DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are accumulated in float32"),
-    DropRule("training.dataset_path", DropReason.BY_HAND, CORPUS),
-    DropRule("parallelism.context_parallel_*", DropReason.NEEDLESS, "the order of tokens changes no number"),
-    DropRule(
-        "parallelism.expert_* parallelism.pipeline_parallel_expert_parallel_overlap",
-        DropReason.NONE,
-        "experts are not imported",
-    ),
-    DropRule("parallelism.disable_loss_parallel", DropReason.NONE, "the loss is always vocabulary-parallel"),
-    DropRule(
-        "parallelism.pipeline_parallel_schedule_csv",
-        DropReason.BY_HAND,
-        "pipeline.schedule_file, in meshwright's format",
-    ),
-    DropRule(
-        "parallelism.pipeline_parallel_split_points parallelism.module_fqns_per_model_part", DropReason.BY_HAND, BALANCE
-    ),
-    DropRule(
-        "parallelism.pipeline_parallel_*_stage_less_layers",
-        DropReason.DIFFERS,
-        'pipeline.balance = "time" balances stages by cost',
-    ),
-    DropRule("checkpoint.folder", DropReason.NEEDLESS, "RUN/checkpoints"),
-    DropRule("checkpoint.interval_type", DropReason.NEEDLESS, "steps"),
-    DropRule("checkpoint.initial_load*", DropReason.NEEDLESS),
-    DropRule("checkpoint.load*", DropReason.NEEDLESS, "the same command resumes from the newest sound checkpoint"),
-    DropRule("checkpoint.*", DropReason.NONE, "a checkpoint always has the full state"),
-    DropRule("compile.*", DropReason.NONE, "train.compile compiles each layer separately"),
-    DropRule("comm.init_timeout_seconds", DropReason.DIFFERS, "launch.timeout_s applies to the whole run"),
-    DropRule("fault_tolerance.*", DropReason.NONE, "launch.max_restarts restarts a failed run"),
-    DropRule("memory_estimation.*", DropReason.NONE, "`meshwright dryrun CONFIG` estimates memory"),
-    DropRule(
-        """job.* activation_checkpoint.* comm.* debug.* experimental.* parallelism.enable_async_tensor_parallel
-        parallelism.enable_approx_mid_point_load_balancer""",
-        DropReason.NONE,
-    ),
-    DropRule(
-        """metrics.* model.* optimizer.fused optimizer.implementation training.dataloader.* training.gc_*
-        validation.*""",
-        DropReason.NEEDLESS,
-    ),
+LAYOUT = (
+    Row("parallelism.tensor_parallel_degree", "parallel.tp", count, 1),
+    Row("parallelism.pipeline_parallel_degree", "parallel.pp", count, 1),
+    Row("parallelism.context_parallel_degree", "parallel.cp", count, 1, unless=1),
 )
-"""Rows for all keys without a translation; the first match applies."""
+OPTIMIZER = (
+    Row("optimizer.lr", "optimizer.learning_rate", number, 8e-4),
+    Row("training.max_norm", "optimizer.clip_norm", number, 1.0),
+    Row("training.steps", "train.steps", count, 10000),
+)
+SERVICES = (
+    Row("training.seq_len", "data.sequence_length", count, 2048),
+    Row("debug.seed", "run.seed", integer),
+    Row("job.dump_folder", "run.directory", text, "./outputs"),
+    Row("metrics.log_freq", "tracking.log_every", count, 10),
+    Row(
+        "metrics.enable_wandb",
+        "tracking.wandb",
+        boolean,
+        False,
+        lambda is_on: "auto" if is_on else None,
+    ),
+    Row("comm.train_timeout_seconds", "launch.timeout_s", number),
+    Row("compile.enable", "train.compile", boolean, False, unless=False),
+)
+MOVED_2024 = """
+    training.batch_size training.warmup_steps training.*_parallel_degree
+    training.data_parallel_degree experimental.pipeline_parallel_*
+    experimental.context_parallel_degree
+"""
+NEEDLESS = """
+    checkpoint.folder checkpoint.interval_type checkpoint.initial_load* checkpoint.load*
+    parallelism.context_parallel_* parallelism.enable_sequence_parallel metrics.* model.*
+    optimizer.fused optimizer.implementation training.dataloader.* training.gc_* validation.*
+    training.mixed_precision_reduce
+"""
+RULES = (
+    KeyRule(
+        "model_spec.*",
+        Refusal.MODEL,
+        "a tree of modules; give its sizes by the model.name and model.flavor of the TOML",
+    ),
+    *rules(
+        Refusal.RECIPE,
+        {
+            MOVED_2024: "a name of 2024, which has moved: write the key as the newest TOML has it",
+            "checkpoint.initial_load_path checkpoint.initial_load_in_hf": PRETRAINED,
+        },
+    ),
+    *rules(
+        DropReason.BY_HAND,
+        {
+            "training.dataset_path": CORPUS,
+            "model.converters float8.* quantize.* training.fp8_linear": FLOAT8,
+            "parallelism.pipeline_parallel_schedule_csv": "pipeline.schedule_file, in its own format",
+            "parallelism.pipeline_parallel_split_points": BALANCE,
+            "parallelism.module_fqns_per_model_part": BALANCE,
+        },
+    ),
+    *rules(
+        DropReason.DIFFERS,
+        {
+            "parallelism.pipeline_parallel_*_stage_less_layers": BALANCE,
+            "comm.init_timeout_seconds": "launch.timeout_s applies to the whole run",
+        },
+    ),
+    *rules(
+        DropReason.NONE,
+        {
+            "job.description experimental.* debug.* job.* comm.* activation_checkpoint.*": "",
+            "profiling.*": TRACING,
+            "metrics.enable_tensorboard": METRICS,
+            "optimizer.early_step_in_backward": "clipping needs all gradients",
+            "mx.*": "no MXFP8",
+            "parallelism.*expert_*": "experts are not imported",
+            "*.disable_loss_parallel": "the loss is always vocabulary-parallel",
+            "parallelism.enable_async_* parallelism.enable_approx_*": "",
+            "compile.*": "train.compile compiles each layer separately",
+            "fault_tolerance.*": "launch.max_restarts restarts a failed run",
+            "memory_estimation.*": "`meshwright dryrun CONFIG` estimates memory",
+        },
+    ),
+    KeyRule(NEEDLESS, DropReason.NEEDLESS),
+    KeyRule("checkpoint.*", DropReason.NONE, "a checkpoint always has the full state"),
+)
+"""Rules for all keys without a translation; the first that matches applies."""

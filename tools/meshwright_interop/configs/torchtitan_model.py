@@ -1,9 +1,9 @@
-"""Model sizes that torchtitan's files name by a flavor, ``model.flavor = "8B"``; torchtitan defines them in code.
+"""Model sizes that torchtitan's files name by a flavor, ``model.flavor = "8B"``;
+torchtitan defines them in code.
 
-Source: pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` and ``qwen3`` beside it of February 2026 (the
-last version with TOML files), and ``torchtitan/models/llama/__init__.py`` of July 2024 for Llama 2. torchtitan
-computes the ffn size: 2/3 of 4 x hidden size, times ``ffn_dim_multiplier``, rounded up to ``multiple_of``. Here it is
-written out.
+Source: pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` and ``qwen3`` beside it of
+February 2026 (the last version with TOML files). torchtitan computes the ffn size: 2/3 of 4 x
+hidden size, times ``ffn_dim_multiplier``, rounded up to ``multiple_of``. Here it is written out.
 """
 
 from __future__ import annotations
@@ -32,15 +32,6 @@ LLAMA3 = {
     "70B": Size(8192, 80, 64, 8, 28672, 128256, 500_000.0),
     "405B": Size(16384, 126, 128, 8, 53248, 128256, 500_000.0),
 }
-LLAMA2 = {
-    "debugmodel": Size(256, 8, 16, 16, 768, 32000, 10_000.0),
-    "271M": Size(1024, 16, 8, 8, 2816, 32000, 10_000.0),
-    "1B": Size(2048, 18, 16, 16, 5632, 32000, 10_000.0),
-    "7B": Size(4096, 32, 32, 32, 11008, 32000, 10_000.0),
-    "13B": Size(5120, 40, 40, 40, 13824, 32000, 10_000.0),
-    "26B": Size(5120, 80, 40, 40, 13824, 32000, 10_000.0),
-    "70B": Size(8192, 80, 64, 8, 28672, 32000, 10_000.0),
-}
 QWEN3 = {
     "debugmodel": Size(256, 8, 16, 8, 3072, 2048, 1_000_000.0),
     "0.6B": Size(1024, 28, 16, 8, 3072, 151936, 1_000_000.0),
@@ -51,7 +42,7 @@ QWEN3 = {
     "32B": Size(5120, 64, 64, 8, 25600, 151936, 1_000_000.0),
 }
 """Dense models only; heads of 128, norms of q and k; the four smallest are tied."""
-FLAVORS = {"llama3": LLAMA3, "llama2": LLAMA2, "qwen3": QWEN3}
+FLAVORS = {"llama3": LLAMA3, "qwen3": QWEN3}
 """Model name -> flavor -> sizes."""
 
 VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
@@ -60,13 +51,15 @@ VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 
 def model(translation: Translation) -> int:
     """Translate the model's name and flavor to its sizes, and return the number of layers."""
-    name, flavor = translation.text("model.name", "llama3") or "", translation.text("model.flavor", "debugmodel") or ""
+    name = translation.text("model.name", "llama3")
+    flavor = translation.text("model.flavor", "debugmodel")
     if name not in FLAVORS:
-        raise translation.unsupported_model("model.name", f"the name {name}, only {', '.join(FLAVORS)}")
+        what = f"the name {name}, only {', '.join(FLAVORS)}"
+        raise translation.unsupported_model("model.name", what)
     plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
     if plain not in FLAVORS[name]:
-        known = ", ".join(FLAVORS[name])
-        raise translation.unsupported_model("model.flavor", f"the flavor {name} {flavor}, only {known}")
+        what = f"the flavor {name} {flavor}, only {', '.join(FLAVORS[name])}"
+        raise translation.unsupported_model("model.flavor", what)
     size = FLAVORS[name][plain]
     translation.put("model.builder", "meshwright_models.llama:build")
     for option, value in size._asdict().items():
@@ -77,15 +70,20 @@ def model(translation: Translation) -> int:
         translation.put("model.options.head_dim", 128)
         translation.put("model.options.qk_norm", True)
         translation.put("model.options.tied", plain in ("debugmodel", "0.6B", "1.7B", "4B"))
-    shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
-    translation.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
+    translation.decide(
+        f"model.options: {name} {plain} is {size.num_layers} layers of {size.hidden_size},"
+        f" {size.num_heads} heads, {size.num_kv_heads} kv heads, ffn {size.ffn_size},"
+        f" {size.vocab_size:,} tokens"
+    )
     if plain != flavor:
-        translation.put(
-            "data.document_boundaries", True, f"the mask of {flavor} separates documents; here positions and labels too"
-        )
+        why = f"the mask of {flavor} separates documents; here positions and labels too"
+        translation.put("data.document_boundaries", True, why)
     assets = translation.items.get("model.hf_assets_path")
     if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
-        reason = "torchtitan scales rotary positions as Llama 3.1 since October 2025; set 1.0 for an older file"
+        reason = (
+            "torchtitan scales rotary positions as Llama 3.1 since October 2025; set 1.0 for an"
+            " older file"
+        )
         translation.put("model.options.rope_scaling_factor", 8.0, reason)
     translation.drop("model.hf_assets_path", DropReason.BY_HAND, TOKENIZER)
     return size.num_layers

@@ -1,9 +1,11 @@
-"""Import and export of models in the Hugging Face directory format (config.json, safetensors, tokenizer files).
+"""Import and export of models in the Hugging Face directory format (config.json, safetensors,
+tokenizer files).
 
 Two halves that do not import each other:
 
     convert/      meshwright models and their weights <-> Hugging Face directories; transformers is not needed
-    restructure/  any causal LM of transformers (an optional extra) as layers of an nn.Sequential, and its export
+    restructure/  any causal LM of transformers (an optional extra) as layers of an nn.Sequential,
+    and its export
 
 Modules that both use:
 

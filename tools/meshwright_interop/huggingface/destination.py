@@ -1,4 +1,6 @@
-"""Output directory of a conversion: written under a temporary name beside the target, then published by one rename."""
+"""Output directory of a conversion: written under a temporary name beside the target,
+then published by one rename.
+"""
 
 from __future__ import annotations
 
@@ -27,39 +29,44 @@ def ignore_progress(done: int, total: int) -> None:
 
 
 def check_output_directory(out: Path) -> Path:
-    """Resolve ``out`` to a path with a name (not ``.``, not a link), and check that it is new or empty.
+    """Resolve ``out`` to a path with a name (not ``.``, not a link),
+    and check that it is new or empty.
 
     Raises:
-        CheckpointError: ``out`` is a file, is not empty, or is among the checkpoints of a run; or a parent is a file.
+        CheckpointError: ``out`` is a file, is not empty, or is among the checkpoints of a run; or a
+            parent is a file.
     """
     out = real_path(out) if out.name in ("", "..") or out.is_symlink() else out
     above = next(parent for parent in out.absolute().parents if parent.exists())
     if not above.is_dir():
         raise CheckpointError(
             "MW-INTEROP-041",
-            f"{out} cannot be created: {above} is a file. Name a directory that is new, or an empty one",
+            f"{out} cannot be created: {above} is a file. Name a directory that is new, or an"
+            " empty one",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
             "MW-INTEROP-042",
-            f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new, or an empty one",
+            f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new,"
+            " or an empty one",
         )
     folder = real_path(out.parent)
     if folder.name == "checkpoints" and is_run(folder.parent):
         raise CheckpointError(
             "MW-INTEROP-096",
-            f"{out}: a directory in the checkpoints of a run, which would count as one that is damaged: "
-            f"name a directory outside of {folder.parent}",
+            f"{out}: a directory in the checkpoints of a run, which would count as one that is"
+            f" damaged: name a directory outside of {folder.parent}",
         )
     return out
 
 
 @contextmanager
 def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a temporary directory; after the block, fsync it and rename it to ``out``. On failure it is deleted.
+    """Yield a temporary directory; after the block, fsync it and rename it to ``out``.
+    On failure it is deleted.
 
-    Temporary directories that killed conversions to the same name left behind are removed first. A directory that a
-    running conversion writes to is locked, and stays.
+    Temporary directories that killed conversions to the same name left behind are removed first. A
+    directory that a running conversion writes to is locked, and stays.
 
     Args:
         out: the target, new or empty.
@@ -75,8 +82,8 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         if free.total > 0 and free.free < num_bytes:
             raise CheckpointError(
                 "MW-INTEROP-043",
-                f"{out.parent} has {free.free:,} bytes free, and {num_bytes:,} are to be written: free "
-                f"{num_bytes - free.free:,} bytes there, or name a directory on another disk",
+                f"{out.parent} has {free.free:,} bytes free, and {num_bytes:,} are to be written:"
+                f" free {num_bytes - free.free:,} bytes there, or name a directory on another disk",
             )
         temporary = out.parent / f".tmp-{out.name}-{secrets.token_hex(4)}"
         temporary.mkdir()
@@ -93,7 +100,9 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Delete temporary directories of exactly this name (not of longer names) whose conversion no longer runs."""
+    """Delete temporary directories of exactly this name (not of longer names)
+    whose conversion no longer runs.
+    """
     name = re.compile(rf"\.tmp-{re.escape(out.name)}-[0-9a-f]{{8}}")
     for path in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
         with _locked(path) as is_ours:
@@ -105,10 +114,14 @@ def _remove_leftovers(out: Path) -> None:
 def _locked(directory: Path) -> Iterator[bool]:
     """Hold the flock of a directory, which ends with the process.
 
-    Yields False if another process holds it, if the directory is gone, or if the file system has no locks.
+    Yields False if another process holds it, if the directory is gone, or if the file system has no
+    locks.
     """
     with contextlib.ExitStack() as open_locks:
         is_ours = False
-        with contextlib.suppress(OSError):  # removed meanwhile, no directory, or a file system without locks
-            is_ours = open_locks.enter_context(FileLock(directory, os.O_RDONLY | os.O_DIRECTORY)).take()
+        # removed meanwhile, no directory, or a file system without locks
+        with contextlib.suppress(OSError):
+            is_ours = open_locks.enter_context(
+                FileLock(directory, os.O_RDONLY | os.O_DIRECTORY)
+            ).take()
         yield is_ours

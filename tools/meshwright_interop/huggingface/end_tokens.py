@@ -1,7 +1,9 @@
-"""End tokens of an exported model: generation stops where the documents of the training corpora ended.
+"""End tokens of an exported model: generation stops where the documents
+of the training corpora ended.
 
-A run may have ended its documents with another token than the tokenizer's files name: another `--eod`, a tokenizer
-without such files, a chat format on top of a released model. Generation would then never stop.
+A run may have ended its documents with another token than the tokenizer's files name: another
+`--eod`, a tokenizer without such files, a chat format on top of a released model. Generation would
+then never stop.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from meshwright.config import RunConfig
+from meshwright.config import Data
 from meshwright.data.tokenizer import document_ends, load
 from meshwright_interop.huggingface.files import (
     CONFIG,
@@ -25,10 +27,11 @@ from meshwright_interop.huggingface.files import (
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 
-def add_document_ends(directory: Path, config: RunConfig) -> list[str]:
+def add_document_ends(directory: Path, data: Data) -> list[str]:
     """Add the ends of the run's documents to ``eos_token_id`` of an exported directory.
 
-    The ids that the files already have stay, after the run's own. Nothing changes if they contain all of them.
+    The ids that the files already have stay, after the run's own. Nothing changes if they contain
+    all of them.
 
     Args:
         directory: the exported files: config.json, and those that accompany it.
@@ -43,7 +46,7 @@ def add_document_ends(directory: Path, config: RunConfig) -> list[str]:
     if not (directory / TOKENIZER).is_file():
         return []
     tokenizer = load(directory / TOKENIZER)
-    ends = document_ends(config.data, tokenizer)
+    ends = document_ends(data, tokenizer)
     known = _eos_ids(directory)
     if not set(ends) - set(known):
         return []
@@ -59,11 +62,17 @@ def add_document_ends(directory: Path, config: RunConfig) -> list[str]:
 
 
 def _eos_ids(directory: Path) -> list[int]:
-    """Return the ids that end a text, as transformers reads them: generation_config.json before config.json."""
+    """Return the ids that end a text, as transformers reads them:
+    generation_config.json before config.json.
+    """
     for name in (GENERATION, CONFIG):
         value = _fields(directory, name).get("eos_token_id")
         if value is not None:
-            return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+            return [
+                each
+                for each in (value if isinstance(value, list) else [value])
+                if type(each) is int
+            ]
     return []
 
 

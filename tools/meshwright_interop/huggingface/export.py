@@ -1,4 +1,5 @@
-"""Export of a checkpoint, saved under any layout, to a directory that transformers, vLLM and lm-eval can load.
+"""Export of a checkpoint, saved under any layout, to a directory that transformers,
+vLLM and lm-eval can load.
 
     weights/*  -> model-00001-of-0000N.safetensors   writing.py: one meshwright tensor in memory at a time
     config     -> config.json                        written by the plan: convert/ or restructure/
@@ -26,7 +27,12 @@ from meshwright_interop.huggingface.destination import (
 )
 from meshwright_interop.huggingface.files import CONFIG, INDEX
 from meshwright_interop.huggingface.rules import TensorMapping
-from meshwright_interop.huggingface.writing import SHARD_BYTES, WeightExport, WeightReader, parse_dtype
+from meshwright_interop.huggingface.writing import (
+    SHARD_BYTES,
+    WeightExport,
+    WeightReader,
+    parse_dtype,
+)
 
 Merge = Callable[[CheckpointReader, RunConfig], WeightReader]
 
@@ -41,7 +47,9 @@ class ExportPlan(NamedTuple):
     place: str
     """Name of the model's configuration, for error messages."""
     write_files: Callable[[Path, str], list[str]]
-    """Function that writes config.json and the tokenizer files to a directory, given the dtype; returns notes."""
+    """Function that writes config.json and the tokenizer files to a directory, given the dtype;
+    returns notes.
+    """
     loader: str = "AutoModelForCausalLM"
     """Class of transformers that loads the directory."""
     left_out: tuple[str, ...] = ()
@@ -76,17 +84,20 @@ def export(
     """Export a checkpoint as a Hugging Face directory.
 
     Args:
-        plan_export: function that plans the export, given the run's configuration and the checkpoint's directory.
+        plan_export: function that plans the export, given the run's configuration and the
+            checkpoint's directory.
         source: a checkpoint, or a run directory, whose newest valid checkpoint is used.
         out: the directory to write, new or empty.
-        dtype: element type of all tensors; None keeps the saved ones. "float32" of a bfloat16 run exports its master
-            weights.
+        dtype: element type of all tensors; None keeps the saved ones. "float32" of a bfloat16 run
+            exports its master weights.
         shard_bytes: tensor bytes per file at most; a single larger tensor gets a file of its own.
         on_bytes: progress callback.
-        merge: function that merges the adapters of a checkpoint into its weights; None: the weights as they are.
+        merge: function that merges the adapters of a checkpoint into its weights; None: the weights
+            as they are.
 
     Raises:
-        CheckpointError, ModelError, DataError: the checkpoint is damaged, or the model or its tokenizer do not fit.
+        CheckpointError, ModelError, DataError: the checkpoint is damaged, or the model or its
+        tokenizer do not fit.
     """
     chosen_dtype = parse_dtype(dtype)
     out = check_output_directory(out)
@@ -94,14 +105,22 @@ def export(
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         plan = plan_export(config, checkpoint.path)
         weights = WeightExport(
-            merge(checkpoint, config) if merge else checkpoint, plan.rules, chosen_dtype, plan.place, plan.left_out
+            merge(checkpoint, config) if merge else checkpoint,
+            plan.rules,
+            chosen_dtype,
+            plan.place,
+            plan.left_out,
         )
         with published_directory(out, weights.num_bytes) as temporary:
             files = weights.write(temporary, shard_bytes, on_bytes)
             notes = plan.write_files(temporary, weights.dtypes()[0])
-            side_files = sorted({file.name for file in temporary.iterdir()} - {*files, INDEX, CONFIG})
+            side_files = sorted(
+                {file.name for file in temporary.iterdir()} - {*files, INDEX, CONFIG}
+            )
     dtypes = sorted(weights.dtypes())
-    return ExportResult(out, plan.model, plan.loader, len(weights.planned), dtypes, files, side_files, notes)
+    return ExportResult(
+        out, plan.model, plan.loader, len(weights.planned), dtypes, files, side_files, notes
+    )
 
 
 def open_verified(path: Path) -> CheckpointReader:
@@ -116,5 +135,7 @@ def open_verified(path: Path) -> CheckpointReader:
         return checkpoint
     newest = newest_valid(path)
     if newest is None:
-        raise CheckpointError("MW-INTEROP-063", f"{path} is neither a checkpoint nor a run directory that has one")
+        raise CheckpointError(
+            "MW-INTEROP-063", f"{path} is neither a checkpoint nor a run directory that has one"
+        )
     return newest

@@ -1,4 +1,6 @@
-"""File names of a Hugging Face model directory; reading, writing and copying of its JSON and tokenizer files."""
+"""File names of a Hugging Face model directory; reading,
+writing and copying of its JSON and tokenizer files.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +53,26 @@ def read_config(path: Path, origin: str = "") -> dict[str, Any]:
         name = path if len(path.parts) == 2 and not path.is_absolute() else "NAME"
         raise ModelError(
             "MW-INTEROP-044",
-            f"{origin}there is no directory {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}, and meshwright "
-            f"opens no network: download it first (hf download {name} --local-dir DIRECTORY), and give that directory",
+            f"{origin}there is no directory"
+            f" {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}, and meshwright opens no"
+            f" network: download it first (hf download {name} --local-dir DIRECTORY), and give that"
+            " directory",
         )
     if not path.is_dir():
         raise ModelError(
-            "MW-INTEROP-045", f"{origin}{path} is a file: give the directory that it lies in, with its {CONFIG}"
+            "MW-INTEROP-045",
+            f"{origin}{path} is a file: give the directory that it lies in, with its {CONFIG}",
         )
     if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
         raise ModelError(
             "MW-INTEROP-046",
-            f"{origin}{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model first, with peft's "
-            f"merge_and_unload() and save_pretrained(), and take the written directory",
+            f"{origin}{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model"
+            " first, with peft's merge_and_unload() and save_pretrained(), and take the written"
+            " directory",
         )
-    return read_json(path / CONFIG, f"{origin}a directory of a model in Hugging Face's form has one")
+    return read_json(
+        path / CONFIG, f"{origin}a directory of a model in Hugging Face's form has one"
+    )
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
@@ -79,35 +87,44 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end].encode("unicode_escape").decode()
         raise ModelError(
-            "MW-INTEROP-126", f"{path}: {half} is half a character, which no file can hold; get the file again"
+            "MW-INTEROP-126",
+            f"{path}: {half} is half a character, which no file can hold; get the file again",
         ) from None
     except ValueError as error:
-        raise ModelError("MW-INTEROP-048", f"{path}: not valid JSON: {error}; get the file again") from None
+        raise ModelError(
+            "MW-INTEROP-048", f"{path}: not valid JSON: {error}; get the file again"
+        ) from None
     except OSError as error:
-        raise ModelError("MW-INTEROP-049", f"{path}: {error.strerror} (errno {error.errno})") from None
+        raise ModelError(
+            "MW-INTEROP-049", f"{path}: {error.strerror} (errno {error.errno})"
+        ) from None
     if not isinstance(fields, dict):
         raise ModelError("MW-INTEROP-050", f"{path}: not a JSON object; get the file again")
     return fields
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
-    """Write a JSON object in the format of transformers: indented by two spaces, a newline at the end."""
+    """Write a JSON object in the format of transformers: indented by two spaces,
+    a newline at the end.
+    """
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def copy_side_files(source: Path, target: Path) -> list[str]:
-    """Copy the files of ``TOKENIZER_FILES`` that exist in ``source`` to ``target``, and return their names.
+    """Copy the files of ``TOKENIZER_FILES`` that exist in ``source`` to ``target``,
+    and return their names.
 
     Raises:
-        ModelError: one is a link to a file of another name outside of the directory: a run and its exports would hold a
-            private file of this machine.
+        ModelError: one is a link to a file of another name outside of the directory: a run and its
+            exports would hold a private file of this machine.
     """
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
         if (end := leads_elsewhere(source / name)) is not None:
             raise ModelError(
                 "MW-INTEROP-127",
-                f"{source / name} is a link to {end}, a file of another name: put the file itself there, or remove it",
+                f"{source / name} is a link to {end}, a file of another name: put the file itself"
+                " there, or remove it",
             )
     target.mkdir(parents=True, exist_ok=True)
     for name in names:

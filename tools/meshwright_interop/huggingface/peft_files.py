@@ -1,32 +1,34 @@
-"""Settings of adapters that both imports from peft accept, and the run directory that they write."""
+"""Settings of the adapters that an import from peft accepts."""
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.checkpoint import CheckpointMetadata, TensorPiece, begin, publish, write_shard
-from meshwright.checkpoint.files import final_directory
-from meshwright.config import RunConfig, resolve, to_toml, write_snapshot
 from meshwright.errors import ModelError
-from meshwright.system.atomic import write_atomic
 from meshwright_interop.huggingface.adapters import CONFIG
 
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
-OF_TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
-"""Keys that choose the modules, or describe them; the names and shapes of the tensors hold the same."""
-OF_START = {"init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"}
-"""Keys of the initial values. ``init_lora_weights`` has a check of its own; peft's conversion leaves the others."""
-WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version"}
-WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size", "runtime_config", "merge_weights"}
-KNOWN = READ | OF_TARGETS | OF_START | WITHOUT_EFFECT
-"""Keys of adapter_config.json with any value. Others must be off, since they may make another model of the file."""
+OTHERS = """
+    target_modules exclude_modules layers_to_transform layers_pattern fan_in_fan_out
+    init_lora_weights loftq_config eva_config corda_config lora_ga_config
+    base_model_name_or_path revision task_type inference_mode auto_mapping peft_version
+    megatron_core qalora_group_size runtime_config merge_weights
+"""
+"""Keys of the targets, which follow from the names of the tensors; of initial values, of which
+``init_lora_weights`` has a check of its own; and keys without effect.
+"""
+KNOWN = READ | set(OTHERS.split())
+"""Keys of adapter_config.json with any value. Others must be off,
+since they may make another model of the file.
+"""
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the base as it is. PiSSA and others change its weights at the start."""
+"""Values of ``init_lora_weights`` that leave the base as it is.
+PiSSA and others change its weights at the start.
+"""
 
 
 class AdapterSettings(NamedTuple):
@@ -45,48 +47,37 @@ class AdapterSettings(NamedTuple):
         return {"A", "B", *["magnitude_vector"] * self.dora}
 
 
-class ImportedAdapter(NamedTuple):
-    """Imported adapters: the checkpoint of step 0, the run's configuration, the number of targets."""
-
-    path: Path
-    config: RunConfig
-    num_targets: int
-
-
 def settings_of(fields: Mapping[str, Any], source: Path) -> AdapterSettings:
     """Return the settings of adapters from the fields of peft's configuration in ``source``.
 
     Raises:
         ModelError: the adapters are not plain LoRA, or not those of the unchanged base.
     """
-    problems = [f"peft_type = {json.dumps(fields.get('peft_type'))}"] if fields.get("peft_type") != "LORA" else []
+    problems = (
+        [f"peft_type = {json.dumps(fields.get('peft_type'))}"]
+        if fields.get("peft_type") != "LORA"
+        else []
+    )
     set_keys = [key for key, value in fields.items() if value and (key, value) != ("bias", "none")]
     others = [key for key in set_keys if key not in KNOWN]
     if fields.get("init_lora_weights") not in SAME_BASE:
         others.append("init_lora_weights")
     problems += [f"{key} = {json.dumps(fields[key])}" for key in others]
-    rank, alpha, dropout = fields.get("r"), fields.get("lora_alpha"), fields.get("lora_dropout") or 0.0
+    rank, alpha, dropout = (
+        fields.get("r"),
+        fields.get("lora_alpha"),
+        fields.get("lora_dropout") or 0.0,
+    )
     if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
         problems.append(f"r = {json.dumps(rank)} with lora_alpha = {json.dumps(alpha)}")
     if problems:
         raise ModelError(
             "MW-INTEROP-104",
-            f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale on an unchanged base is "
-            f"imported; convert adapters of PiSSA and the like with peft (save_pretrained with "
-            f"path_initial_model_for_weight_conversion), or merge them there and import the model",
+            f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale on an"
+            " unchanged base is imported; convert adapters of PiSSA and the like with peft"
+            " (save_pretrained with path_initial_model_for_weight_conversion), or merge them there"
+            " and import the model",
         )
     assert isinstance(rank, int) and isinstance(alpha, int | float)
     factor = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
     return AdapterSettings(rank, factor, dropout, bool(fields.get("use_dora")))
-
-
-def write_run(run: Path, config: RunConfig, pieces: Iterable[TensorPiece], comment: str) -> None:
-    """Write a run directory: config.toml below ``comment``, its snapshot, ``pieces`` as the checkpoint of step 0."""
-    resolved = resolve(config)
-    shard = begin(run, 0, secrets.token_hex(4))
-    write_shard(shard, "pp0-tp0", pieces, copied=True)
-    state = {"tokens_seen": 0, "optimizer_steps": 0, "skipped_in_a_row": 0}
-    head = CheckpointMetadata(0, 0, resolved.run.seed, resolved.model_dump(mode="json"), {}, state)
-    publish(shard, final_directory(run, 0), head)
-    write_snapshot(run, resolved)
-    write_atomic(run / "config.toml", f"# {comment}: training starts from them.\n\n{to_toml(config)}")

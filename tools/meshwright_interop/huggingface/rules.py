@@ -1,9 +1,10 @@
-"""Rules that build a meshwright tensor from transformers tensors, and back: same values, other order, bit for bit.
+"""Rules that build a meshwright tensor from transformers tensors, and back: same values,
+other order, bit for bit.
 
-In names and comments, "ours" is the tensor of the meshwright model and "theirs" are the tensors of transformers.
-Ours is fused: its rows form units, and a shard of consecutive units is itself a valid layer (see
-``meshwright_models/__init__.py``). A rule holds the number of units, and the rows that each of
-theirs contributes to a unit::
+In names and comments, "ours" is the tensor of the meshwright model and "theirs" are the tensors of
+transformers. Ours is fused: its rows form units, and a shard of consecutive units is itself a valid
+layer (see ``meshwright_models/__init__.py``). A rule holds the number of units, and the rows that
+each of theirs contributes to a unit::
 
     ours   | q0 q1 | k0 | v0 | q2 q3 | k1 | v1 |       units = 2, rows = (2 d, d, d)
     theirs | q0 q1 q2 q3 |   | k0 k1 |   | v0 v1 |     one tensor each, or ``stacked``: concatenated in one tensor
@@ -11,8 +12,8 @@ theirs contributes to a unit::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ Shape = tuple[int, ...]
 
 
 class TensorMapping(NamedTuple):
-    """Mapping between one meshwright tensor (``ours``) and the transformers tensors in it (``theirs``)."""
+    """Mapping between one meshwright tensor (``ours``)
+    and the transformers tensors in it (``theirs``).
+    """
 
     ours: str
     theirs: tuple[str, ...]
@@ -36,18 +39,28 @@ class TensorMapping(NamedTuple):
     transposed: bool = False
     """True if theirs is stored as (inputs, outputs), as in GPT-2's Conv1D."""
     same_as: tuple[str, ...] = ()
-    """Further transformers names under which files may repeat this tensor (tied weights); never written."""
+    """Further transformers names under which files may repeat this tensor (tied weights);
+    never written.
+    """
     factors: tuple[float, ...] = ()
-    """Factors on the leading parts of ours at export (muP); parts without a factor are unchanged."""
+    """Factors on the leading parts of ours at export (muP);
+    parts without a factor are unchanged.
+    """
     place: int | None = None
-    """Position along dim 0 of ours, a batch of matrices of which each has a rule: an expert. None: all of ours."""
+    """Position along dim 0 of ours, a batch of matrices of which each has a rule: an expert. None:
+    all of ours.
+    """
     pairs: tuple[int, int] | None = None
-    """(n, r): of n rows each the last r are pairs of neighbours in theirs, and two halves in ours: rotated features."""
+    """(n, r): of n rows each the last r are pairs of neighbours in theirs, and two halves in ours:
+    rotated features.
+    """
     keeps_dtype: bool = False
     """True if an export writes it in the saved element type, whatever is asked for."""
 
     def info(self, ours: Shape) -> ParameterInfo:
-        """Return the metadata of the part of ours that this rule covers: all of it, or one expert."""
+        """Return the metadata of the part of ours that this rule covers: all of it,
+        or one expert.
+        """
         part = None if self.place is None else Slice(0, self.place, self.place + 1, 1)
         return ParameterInfo(self.ours, ours, part)
 
@@ -58,17 +71,23 @@ class TensorMapping(NamedTuple):
         order = -1 if self.transposed else 1
         if self.stacked or not self.rows:
             return {self.theirs[0]: ours[::order]}
-        return {name: (self.units * rows, *rest)[::order] for name, rows in zip(self.theirs, self.rows, strict=True)}
+        return {
+            name: (self.units * rows, *rest)[::order]
+            for name, rows in zip(self.theirs, self.rows, strict=True)
+        }
 
     def join(self, read: Callable[[str], Tensor], ours: Shape, dtype: torch.dtype) -> Tensor:
-        """Build the meshwright tensor of shape ``ours`` in ``dtype``, calling ``read`` for one of theirs at a time.
+        """Build the meshwright tensor of shape ``ours`` in ``dtype``,
+        calling ``read`` for one of theirs at a time.
 
         Of a batch, build the matrix at ``place``.
         """
         whole = torch.empty(ours if self.place is None else ours[1:], dtype=dtype)
         targets = self._parts(whole)
         if self.stacked:
-            for target, section in zip(targets, self._sections(self._transpose(read(self.theirs[0]))), strict=True):
+            for target, section in zip(
+                targets, self._sections(self._transpose(read(self.theirs[0]))), strict=True
+            ):
                 target.copy_(torch.unflatten(section, 0, target.shape[:2]))
             return whole
         for target, name in zip(targets, self.theirs, strict=True):
@@ -101,7 +120,9 @@ class TensorMapping(NamedTuple):
             yield name, self._transpose(part.reshape(-1, *rest)).contiguous()
 
     def _parts(self, ours: Tensor) -> Sequence[Tensor]:
-        """Split ours into views (units, rows of the part, ...), one per part; without ``rows``, return it whole."""
+        """Split ours into views (units, rows of the part, ...), one per part; without ``rows``,
+        return it whole.
+        """
         if not self.rows:
             return (ours,)
         units = ours.view(self.units, sum(self.rows), *ours.shape[1:])
@@ -112,7 +133,9 @@ class TensorMapping(NamedTuple):
         return torch.split(theirs, [self.units * rows for rows in self.rows])
 
     def _halves(self, tensor: Tensor, direction: int) -> Tensor:
-        """Reorder the rotated rows: from theirs to ours (``direction`` 1), or from ours to theirs (-1)."""
+        """Reorder the rotated rows: from theirs to ours (``direction`` 1),
+        or from ours to theirs (-1).
+        """
         if self.pairs is None:
             return tensor
         each, rotated = self.pairs
@@ -129,3 +152,74 @@ class TensorMapping(NamedTuple):
 def unchanged(ours: str, theirs: str) -> TensorMapping:
     """Return the mapping of a tensor that differs in its name alone."""
     return TensorMapping(ours, (theirs,))
+
+
+class TensorPattern(NamedTuple):
+    """Row of a table of tensors: a rule for each layer, kind and expert that its names stand for."""
+
+    ours: str
+    """Name in meshwright: ``*`` is the number of a layer, ``%`` is ``weight`` and ``bias``."""
+    theirs: str
+    """Name in transformers: ``{q,k}`` are tensors that ours fuses, ``#`` is the number of an
+    expert, whose matrix is one of ours.
+    """
+    layout: str = ""
+    """Change on the way, a key of the layouts; "": none."""
+    needs: str = ""
+    """Options of the model that must be set, or with ``!`` must not."""
+    copies: str = ""
+    """Second names in transformers, where they have no row of their own: tied weights."""
+
+    def applies(self, options: Mapping[str, Any]) -> bool:
+        """Return True if a model with these options has the tensor."""
+        words = self.needs.split()
+        return all(bool(options[word.removeprefix("!")]) != (word[0] == "!") for word in words)
+
+    def of_layer(self, layer: int) -> TensorPattern:
+        """Return the row of one layer."""
+        ours, theirs = (name.replace("*", str(layer)) for name in (self.ours, self.theirs))
+        return self._replace(ours=ours, theirs=theirs)
+
+    def rules(self, layouts: Layouts, num_experts: int) -> Iterator[TensorMapping]:
+        """Yield the rules of a row without layers."""
+        fields = layouts[self.layout] if self.layout else {}
+        same_as = tuple(self.copies.split())
+        places = range(num_experts) if "#" in self.theirs else (None,)
+        for kind in ("weight", "bias") if "%" in self.ours else ("",):
+            ours = self.ours.replace("%", kind)
+            for place in places:
+                name = self.theirs.replace("%", kind).replace("#", str(place))
+                before, _, rest = name.partition("{")
+                parts, _, after = rest.partition("}")
+                theirs = tuple(f"{before}{part}{after}" for part in parts.split(","))
+                yield TensorMapping(ours, theirs, place=place, same_as=same_as, **fields)
+
+
+Layouts = Mapping[str, Mapping[str, Any]]
+"""Layout -> the fields of :class:`TensorMapping` that it sets, for a model of certain options."""
+
+
+class TensorTable(NamedTuple):
+    """All tensors of a model: rows before its layers, of its layers, and after them."""
+
+    first: Sequence[TensorPattern]
+    of_layers: Sequence[tuple[Sequence[TensorPattern], range]]
+    """Rows, and the numbers of the layers that have them."""
+    last: Sequence[TensorPattern]
+
+    def rules(
+        self, options: Mapping[str, Any], layouts: Layouts, num_experts: int = 0
+    ) -> list[TensorMapping]:
+        """Return the rules of a model with these options, in the order of its layers."""
+        rows = list(self.first)
+        for layer in range(max(layers.stop for _, layers in self.of_layers)):
+            for part, layers in self.of_layers:
+                rows += [row.of_layer(layer) for row in part] if layer in layers else []
+        rows += self.last
+        present = [row for row in rows if row.applies(options)]
+        rules = [rule for row in present for rule in row.rules(layouts, num_experts)]
+        own = {name for rule in rules for name in rule.theirs}
+        return [
+            rule._replace(same_as=tuple(name for name in rule.same_as if name not in own))
+            for rule in rules
+        ]

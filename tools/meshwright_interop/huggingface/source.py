@@ -1,10 +1,12 @@
-"""Safetensors weights of a Hugging Face model directory, read one tensor at a time. Nothing is unpickled.
+"""Safetensors weights of a Hugging Face model directory, read one tensor at a time.
+Nothing is unpickled.
 
     model.safetensors                                    all in one file; or
     model.safetensors.index.json                         {"weight_map": {tensor: file, ...}}
     model-00001-of-00002.safetensors ...
 
-Damage is reported by file and tensor before any tensor data is read: the headers alone are enough to find it.
+Damage is reported by file and tensor before any tensor data is read: the headers alone are enough
+to find it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from meshwright.errors import ModelError
 from meshwright.system.bounded import open_regular
 from meshwright_interop.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, read_json
+from meshwright_interop.huggingface.rules import TensorMapping
 
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
 
@@ -35,20 +38,26 @@ class TensorLocation(NamedTuple):
 
 
 class SafetensorsDirectory:
-    """Tensors of a directory by name. Each read opens its file again, so that the previous mapping is released."""
+    """Tensors of a directory by name. Each read opens its file again,
+    so that the previous mapping is released.
+    """
 
     def __init__(self, path: Path, tensors: dict[str, TensorLocation]) -> None:
         self.path = path
         self.tensors = tensors
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, memory-mapped from its file. The caller copies it and does not keep it."""
+        """Return a tensor on the CPU, memory-mapped from its file.
+        The caller copies it and does not keep it.
+        """
         stored = self.tensors[name]
         try:
             with safe_open(stored.file, framework="pt", device="cpu") as file:
                 tensor = file.get_tensor(stored.key)
         except (SafetensorError, OSError) as error:
-            raise ModelError("MW-INTEROP-082", f"{stored.file}: tensor {stored.key} cannot be read: {error}") from error
+            raise ModelError(
+                "MW-INTEROP-082", f"{stored.file}: tensor {stored.key} cannot be read: {error}"
+            ) from error
         assert isinstance(tensor, Tensor)
         return tensor
 
@@ -59,8 +68,8 @@ class SafetensorsDirectory:
 
     def check(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
-        tied: Mapping[str, Sequence[str]],
+        rules: Sequence[TensorMapping],
+        of_model: Mapping[str, tuple[int, ...]],
         is_ignored: Callable[[str], bool],
         architecture: str,
         remedy: str,
@@ -69,8 +78,8 @@ class SafetensorsDirectory:
         """Check that the files hold exactly the tensors of a model, with its shapes.
 
         Args:
-            shapes: name -> shape of each tensor that the files must hold.
-            tied: name of a tied weight -> second names, under which files may repeat it.
+            rules: the rules of all tensors of the model.
+            of_model: name in the model -> global shape.
             is_ignored: function that returns True for further tensors that the files may hold.
             architecture: name of the model's class, for error messages.
             remedy: last line of the error message.
@@ -80,50 +89,61 @@ class SafetensorsDirectory:
             ModelError: the problems, a line each with file and tensor; at most 20.
         """
         problems = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        for rule in rules:
+            shapes |= rule.shapes(of_model[rule.ours])
         for name, shape in shapes.items():
             stored = self.tensors.get(name)
             if stored is None:
                 problems.append(f"{self.path}: tensor {name} {list(shape)} is in none of the files")
             elif stored.shape != shape:
                 problems.append(
-                    f"{stored.file}: tensor {name} has shape {list(stored.shape)}, and the model needs {list(shape)}"
+                    f"{stored.file}: tensor {name} has shape {list(stored.shape)}, and the model"
+                    f" needs {list(shape)}"
                 )
             elif stored.dtype not in dtypes:
                 problems.append(
-                    f"{stored.file}: tensor {name} is of {stored.dtype}: only {', '.join(dtypes)} are read; take the "
-                    f"weights before they were quantised"
+                    f"{stored.file}: tensor {name} is of {stored.dtype}: only {', '.join(dtypes)}"
+                    " are read; take the weights before they were quantised"
                 )
-        pairs = [(first, other) for first, others in tied.items() for other in others]
+        pairs = [(rule.theirs[0], other) for rule in rules for other in rule.same_as]
         for first, other in pairs:
             is_stored_twice = first in self.tensors and other in self.tensors
             if is_stored_twice and not torch.equal(self.read(first), self.read(other)):
                 problems.append(
-                    f"{self.tensors[other].file}: tensor {other} differs from {first}, but {CONFIG} ties "
-                    f"them: set tie_word_embeddings to false if the model has a head of its own, or remove {other}"
+                    f"{self.tensors[other].file}: tensor {other} differs from {first}, but {CONFIG}"
+                    " ties them: set tie_word_embeddings to false if the model has a head of its"
+                    f" own, or remove {other}"
                 )
         second_names = {other for _, other in pairs}
         for name, stored in self.tensors.items():
             if name not in shapes and name not in second_names and not is_ignored(name):
-                problems.append(f"{stored.file}: tensor {name} {list(stored.shape)} is not of a {architecture}")
+                problems.append(
+                    f"{stored.file}: tensor {name} {list(stored.shape)} is not of a {architecture}"
+                )
         if problems:
             more = f"\nand {len(problems) - 20} more" if problems[20:] else ""
             raise ModelError("MW-INTEROP-037", "\n".join(problems[:20]) + more + f"\n{remedy}")
 
 
-def open_source(path: Path, alternative: str = "", single: str = SINGLE) -> SafetensorsDirectory | None:
-    """Open the safetensors files of a directory: read their headers and compare them with the index.
+def open_source(
+    path: Path, alternative: str = "", single: str = SINGLE
+) -> SafetensorsDirectory | None:
+    """Open the safetensors files of a directory:
+    read their headers and compare them with the index.
 
     Args:
         path: the directory.
-        alternative: a further way to proceed without the weights, for the error message about pickled ones.
+        alternative: a further way to proceed without the weights, for the error message about
+            pickled ones.
         single: name of the file that holds all tensors, if one does.
 
     Returns:
         The tensors; None if the directory has no weights.
 
     Raises:
-        ModelError: the weights are pickled only, files are missing or damaged, or tensors are not in the file that the
-            index names. Lists at most 20.
+        ModelError: the weights are pickled only, files are missing or damaged, or tensors are not
+            in the file that the index names. Lists at most 20.
     """
     if (path / single).is_file():
         return SafetensorsDirectory(path, _header(path / single))
@@ -132,21 +152,29 @@ def open_source(path: Path, alternative: str = "", single: str = SINGLE) -> Safe
         return None
     index = read_json(path / INDEX, "")
     placed = index.get("weight_map")
-    if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
+    if (
+        not isinstance(placed, dict)
+        or not placed
+        or not all(isinstance(file, str) for file in placed.values())
+    ):
         raise ModelError(
-            "MW-INTEROP-083", f'{path / INDEX}: it has no "weight_map" of tensor names to file names; get it again'
+            "MW-INTEROP-083",
+            f'{path / INDEX}: it has no "weight_map" of tensor names to file names; get it again',
         )
     problems: list[str] = []
     tensors: dict[str, TensorLocation] = {}
     for file in sorted(set(placed.values())):
         names = sorted(name for name, where in placed.items() if where == file)
         if Path(file).name != file or not file.endswith(".safetensors"):
-            problems.append(f"{path / INDEX}: {file!r} is no plain name of a .safetensors file (of {names[0]}, ...)")
+            problems.append(
+                f"{path / INDEX}: {file!r} is no plain name of a .safetensors file (of {names[0]},"
+                " ...)"
+            )
             continue
         if not (path / file).is_file():
             problems.append(
-                f"{path / file} is missing: {INDEX} has {len(names)} tensors there ({', '.join(names[:2])}"
-                f"{', ...' if names[2:] else ''}); get the file again"
+                f"{path / file} is missing: {INDEX} has {len(names)} tensors there"
+                f" ({', '.join(names[:2])}{', ...' if names[2:] else ''}); get the file again"
             )
             continue
         try:
@@ -172,18 +200,23 @@ def _header(path: Path) -> dict[str, TensorLocation]:
     try:
         open_regular(path).close()  # safetensors reports a file without read permission as missing
     except OSError as error:
-        raise ModelError("MW-INTEROP-085", f"{path}: {error.strerror} (errno {error.errno})") from None
+        raise ModelError(
+            "MW-INTEROP-085", f"{path}: {error.strerror} (errno {error.errno})"
+        ) from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             locations = {}
             for key in file.keys():  # noqa: SIM118 - `file` is not a mapping
                 tensor = file.get_slice(key)
-                locations[key] = TensorLocation(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
+                locations[key] = TensorLocation(
+                    path, key, str(tensor.get_dtype()), tuple(tensor.get_shape())
+                )
             return locations
     except (SafetensorError, OSError) as error:
         raise ModelError(
             "MW-INTEROP-086",
-            f"{path}: not a whole safetensors file ({error}): it is cut short or damaged; get it again",
+            f"{path}: not a whole safetensors file ({error}): it is cut short or damaged; get it"
+            " again",
         ) from error
 
 
@@ -197,9 +230,10 @@ def _check_pickles(path: Path, alternative: str) -> None:
     if pickles:
         raise ModelError(
             "MW-INTEROP-035",
-            f"{path} has its weights in pickled files only ({', '.join(pickles[:3])}), which can run code when they "
-            f"are opened: they are not read. Where you trust them, write them as safetensors first: python -c "
-            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained("
-            f"'{path}-safe')\" (AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and take that "
-            f"directory{alternative}",
+            f"{path} has its weights in pickled files only ({', '.join(pickles[:3])}), which can"
+            " run code when they are opened: they are not read. Where you trust them, write them"
+            ' as safetensors first: python -c "from transformers import AutoModelForCausalLM as'
+            f" M; M.from_pretrained('{path}').save_pretrained('{path}-safe')\""
+            " (AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and take that"
+            f" directory{alternative}",
         )

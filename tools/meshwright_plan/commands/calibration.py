@@ -1,30 +1,18 @@
-"""Command ``meshwright calibrate``: rates of this machine, of one GPU, or of the rings of a job's ranks."""
+"""Command ``meshwright calibrate``: rates of this machine, or of one GPU."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
 from pathlib import Path
 
 import torch
 
-from meshwright.errors import UserError
 from meshwright.mesh import Grid
-from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.mesh.mesh import open_mesh
 from meshwright.system.atomic import write_out
-from meshwright.system.host import node_name
 from meshwright.terminal.output import put
-from meshwright_launch.environment import (
-    Launcher,
-    RankPlace,
-    check_rendezvous,
-    launch_environment,
-    rank_variables,
-    read_place,
-)
 from meshwright_launch.pool import RankPool
-from meshwright_launch.rank import DUPLICATE_ERROR_DELAY_S, set_threads
 from meshwright_plan.planner.calibrate import (
     DeviceRates,
     build_hardware,
@@ -35,22 +23,11 @@ from meshwright_plan.planner.calibrate import (
     to_toml,
 )
 from meshwright_plan.planner.calibrate_device import measure_hardware
-from meshwright_plan.planner.hardware import Hardware, Link, Message, hardware_text, read_hardware
-from meshwright_plan.planner.rings import Rings, check_nodes, measure_rings, rings_to_toml
+from meshwright_plan.planner.hardware import Hardware, Link, Message
 
 
 def calibrate(options: argparse.Namespace, _: list[str]) -> int:
-    """Measure this machine, or a job's rings, and write a hardware file for ``--cluster``.
-
-    Raises:
-        UserError: ``--rings`` without ``--cluster`` or outside of a job, or an invalid hardware file.
-    """
-    if options.rings:
-        return _calibrate_rings(options.cluster, options.device, options.out)
-    if options.cluster is not None:
-        raise UserError(
-            "MW-LAUNCH-087", "calibrate --cluster names the hardware of --rings: add --rings, or leave it out"
-        )
+    """Measure this machine, or its first GPU, and write a hardware file for ``--cluster``."""
     out, ranks = options.out, options.ranks
     if options.device == "cuda":
         return _calibrate_gpu(out)
@@ -64,51 +41,12 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
     write_out(out, f"# Measured by `meshwright calibrate`.\n\n{to_toml(found)}")
     largest, link = found.products[-1], found.node_link
     put(
-        f"{found.name}: products reach {largest.per_s / 1e9:,.1f} GFLOP/s on a core, copies "
-        f"{found.memory_bytes_per_s / 1e9:,.1f} GB/s; an operation takes {found.operation_s * 1e6:.1f} us besides; "
-        f"links {link.bytes_per_s / 1e9:,.2f} GB/s, {link.latency_s * 1e6:.0f} us\nwritten: {out}"
+        f"{found.name}: products reach {largest.per_s / 1e9:,.1f} GFLOP/s on a core, copies"
+        f" {found.memory_bytes_per_s / 1e9:,.1f} GB/s; an operation takes"
+        f" {found.operation_s * 1e6:.1f} us besides; links {link.bytes_per_s / 1e9:,.2f} GB/s,"
+        f" {link.latency_s * 1e6:.0f} us\nwritten: {out}"
     )
     return 0
-
-
-def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
-    """Measure the rings of this job, as one of its ranks; rank 0 writes ``cluster``'s file and the rings to ``out``."""
-    launcher = launch_environment()
-    os.environ.update(rank_variables(launcher))
-    place = RankPlace(0, 1, 0, 1) if launcher is Launcher.NONE else read_place()
-    try:
-        if cluster is None:
-            raise UserError(
-                "MW-LAUNCH-088", "calibrate --rings adds to a hardware file: name it, such as --cluster h100"
-            )
-        check_rendezvous()
-        text, known = hardware_text(cluster), read_hardware(cluster)
-        if known.node_rings or known.cluster_rings:
-            raise UserError("MW-LAUNCH-089", f"--cluster {cluster} has rings already: name a file without them")
-        set_threads(1)
-        mesh = open_mesh(Grid(1, place.world_size, 1), device)
-        rings = measure_rings(device, place.world_size, check_nodes(mesh.world.gather_objects(node_name())))
-    except UserError:
-        if place.rank != 0:  # all ranks have the same error: rank 0 prints it, and the launcher ends the others
-            time.sleep(DUPLICATE_ERROR_DELAY_S)
-        raise
-    if mesh.rank == 0:
-        tables = "\n".join(rings_to_toml(rings))
-        write_out(out, f"{text.rstrip()}\n\n# Measured by `meshwright calibrate --rings`.\n{tables}\n")
-        put(_describe(rings) + f"\nwritten: {out}")
-    close_mesh(mesh)
-    return 0
-
-
-def _describe(rings: Rings) -> str:
-    """Return a line for each ring."""
-    kinds = {"node_rings": "ranks of a node", "cluster_rings": "nodes"}
-    return "\n".join(
-        f"all-reduce over {ring.size} {kinds[name]}: {ring.bytes_per_s / 1e9:,.2f} GB/s a rank, "
-        f"{ring.latency_s * 1e6:,.0f} us a hop"
-        for name, found in rings.items()
-        for ring in found
-    )
 
 
 def _calibrate_gpu(out: Path) -> int:
@@ -127,11 +65,16 @@ def _calibrate_gpu(out: Path) -> int:
 def measure_core(rank: int, world_size: int) -> dict[str, DeviceRates]:
     """Measure this rank's core in float32 and bfloat16, while the other ranks do the same."""
     torch.set_num_threads(1)
-    return {str(dtype).removeprefix("torch."): measure_device(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return {
+        str(dtype).removeprefix("torch."): measure_device(dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
 
 
 def measure_block_share(rank: int, world_size: int, hardware: Hardware) -> float:
-    """Return the share (0..1) of the rates in ``hardware`` that a whole block reaches, with all ranks busy at once."""
+    """Return the share (0..1) of the rates in ``hardware`` that a whole block reaches,
+    with all ranks busy at once.
+    """
     torch.set_num_threads(1)
     return measure_block(hardware)
 
@@ -139,5 +82,5 @@ def measure_block_share(rank: int, world_size: int, hardware: Hardware) -> float
 def measure_all_links(rank: int, world_size: int) -> dict[Message, Link]:
     """Measure the links between all ranks. Collective over dp."""
     torch.set_num_threads(1)
-    mesh = open_mesh(Grid(1, world_size, 1), "cpu")
+    mesh = open_mesh(Grid(dp=world_size), "cpu")
     return measure_links(mesh.replicas)

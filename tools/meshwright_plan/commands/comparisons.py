@@ -17,7 +17,18 @@ from meshwright_plan.planner.plan import Plan
 
 OWN = {*(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero")), "pipeline.schedule"}
 """Keys that choose a layout: a configuration with any of them has a layout of its own."""
-NUMBERS = ("pp", "dp", "cp", "tp", "ep", "micro_batch_size", "chunks", "interleave", "zero", "shard_factor")
+NUMBERS = (
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+    "ep",
+    "micro_batch_size",
+    "chunks",
+    "interleave",
+    "zero",
+    "shard_factor",
+)
 WORDS = {"schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)), "recompute": EFFORTS}
 
 
@@ -36,36 +47,58 @@ def read_wanted(text: str) -> dict[str, int | str]:
         elif value in WORDS.get(name, ()):
             wanted[name] = value
         else:
-            known = [*(f"{each}=N" for each in NUMBERS), *(f"{each}={'|'.join(of)}" for each, of in WORDS.items())]
-            raise ConfigError("MW-LAUNCH-079", f"--why {part}: no field of a layout and its value: {', '.join(known)}")
+            known = [
+                *(f"{each}=N" for each in NUMBERS),
+                *(f"{each}={'|'.join(of)}" for each, of in WORDS.items()),
+            ]
+            raise ConfigError(
+                "MW-LAUNCH-079",
+                f"--why {part}: no field of a layout and its value: {', '.join(known)}",
+            )
     if not wanted:
-        raise ConfigError("MW-LAUNCH-080", "--why names no field of a layout: give some, such as --why tp=8,pp=1")
+        raise ConfigError(
+            "MW-LAUNCH-080", "--why names no field of a layout: give some, such as --why tp=8,pp=1"
+        )
     return wanted
 
 
 def answers(
-    config: str, overrides: Sequence[str], wanted: dict[str, int | str], cache: ModelCache, plan: Plan
+    config: str,
+    overrides: Sequence[str],
+    wanted: dict[str, int | str],
+    cache: ModelCache,
+    plan: Plan,
 ) -> list[str]:
-    """Return the lines of the configuration's own layout, if it has one, and of the ``wanted`` fields of ``--why``."""
+    """Return the lines of the configuration's own layout, if it has one,
+    and of the ``wanted`` fields of ``--why``.
+    """
     lines: list[str] = []
     try:
-        own = _own_config(config, overrides, cache.config, plan.size)
+        own = _own_config(
+            config, overrides, cache.config.batch.global_batch, cache.config.train.device, plan.size
+        )
     except UserError as error:
-        lines += ["", f"your own layout cannot run on {plan.size:,} devices: {error.message.splitlines()[0]}"]
+        lines += [
+            "",
+            f"your own layout cannot run on {plan.size:,} devices: {error.message.splitlines()[0]}",
+        ]
     else:
         lines += ["", *own_layout(cache, plan, own)] if own is not None else []
     return lines + (["", *why_not(cache, plan, wanted)] if wanted else [])
 
 
-def _own_config(path: str, overrides: Sequence[str], searched: RunConfig, size: int) -> RunConfig | None:
-    """Return the configuration with its own layout, resolved for ``size`` devices; None if it has no layout.
+def _own_config(
+    path: str, overrides: Sequence[str], global_batch: int | None, device: str, size: int
+) -> RunConfig | None:
+    """Return the configuration with its own layout, resolved for ``size`` devices;
+    None if it has no layout.
 
-    It gets the samples per step and the device of the ``searched`` configuration, and the dp that fills the devices.
+    It gets the samples per step and the device of the search, and the dp that fills the devices.
     """
     given = {each.key for each in read_file(Path(path)).given}
     if not given & OWN or "batch.micro_batch_size" not in given:
         return None
     config = load(path, overrides)
-    batch = {"chunks": None, "global_batch": searched.batch.global_batch}
-    device = {"device": searched.train.device}
-    return resolve(config.replace(batch=batch, train=device, parallel={"dp": "auto"}), size)
+    batch = {"chunks": None, "global_batch": global_batch}
+    config = config.replace(batch=batch, train={"device": device}, parallel={"dp": "auto"})
+    return resolve(config, size)

@@ -1,4 +1,6 @@
-"""Command ``meshwright dryrun``: run a job of any size on fake tensors, and compare the collectives of all ranks."""
+"""Command ``meshwright dryrun``: run a job of any size on fake tensors,
+and compare the collectives of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ import gc
 import sys
 from typing import TYPE_CHECKING
 
-from meshwright.config import Pipeline, RunConfig, load, resolve
+from meshwright.config import Parallel, Pipeline, RunConfig, Train, load, resolve
 from meshwright.errors import ConfigError, UserError
-from meshwright.mesh import Axis, Grid, check_placement, nodes_of
+from meshwright.mesh import Grid, check_placement, nodes_of
 from meshwright.schedule.build import BUILDERS
 from meshwright.system.atomic import writing
 from meshwright.system.numbers import whole_number
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright_plan.dryrun.report import StepTimeEstimate
     from meshwright_plan.planner.hardware import Hardware
 
-FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
+FAULT = "schedule:RANK=NAME"
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
@@ -30,29 +32,34 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     """Dry-run a job; return 1 if ranks disagree or memory runs out, else 0.
 
     Raises:
-        UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
+        UserError: an impossible configuration, an invalid fault, or a picture that cannot be
+            written.
     """
     out, num_nodes = options.out, options.nodes
     if out is not None and out.suffix not in SUFFIXES:
         raise ConfigError(
-            "MW-LAUNCH-019", f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}"
+            "MW-LAUNCH-019",
+            f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}:"
+            f" {out.with_suffix('.svg')}",
         )
     if out is not None:
         require_matplotlib()
     config = load(options.config, overrides)
-    hardware = _hardware(config, options.cluster)
-    per_node = options.devices_per_node or (DEVICES_PER_NODE if hardware is None else hardware.devices_per_node)
+    hardware = _hardware(config.train, options.cluster)
+    per_node = options.devices_per_node or (
+        DEVICES_PER_NODE if hardware is None else hardware.devices_per_node
+    )
     if num_nodes:
-        _check_size(config, num_nodes, per_node)
+        _check_size(config.parallel, num_nodes, per_node)
     config = resolve(config, num_nodes * per_node if num_nodes else None)
-    grid = Grid(*config.parallel.degrees)
+    grid = Grid.of(config.parallel.degrees)
     nodes = nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
     across = {key: getattr(config.parallel, key) for key in ("tp_across_nodes", "ep_across_nodes")}
     check_placement(grid, nodes, **across)
     if hardware is not None:
         hardware = hardware.model_copy(update={"devices_per_node": per_node})
     faults = options.seed_fault or []
-    parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]
+    parsed = [parse_fault(fault, grid.size, config.pipeline) for fault in faults]
     from meshwright_plan.dryrun.agreement import disagreements
     from meshwright_plan.dryrun.job import dry_run_job
     from meshwright_plan.dryrun.report import describe, figure, runs_out_of_memory
@@ -61,7 +68,9 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
         _warn_of_sizes(config, hardware, options.skew)
     elif options.skew > 1:
         raise ConfigError(
-            "MW-LAUNCH-086", f"--skew {options.skew:g} changes only the predicted seconds: name a --cluster for them"
+            "MW-LAUNCH-086",
+            f"--skew {options.skew:g} changes only the predicted seconds: name a --cluster for"
+            " them",
         )
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)
@@ -79,64 +88,76 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     return 1 if problems or runs_out_of_memory(job, time) else 0
 
 
-def _hardware(config: RunConfig, cluster: str | None) -> Hardware | None:
-    """Read the hardware for predicted seconds and MFU; default: an H100 for a run on GPUs, None for a run on CPU.
+def _hardware(train: Train, cluster: str | None) -> Hardware | None:
+    """Read the hardware for predicted seconds and MFU; default: an H100 for a run on GPUs,
+    None for a run on CPU.
 
     Called before the dry run, so that a wrong name is refused at once.
     """
     from meshwright.model.meter import reference
     from meshwright_plan.planner.hardware import read_hardware
 
-    if cluster is None and not reference(config.train.device, config.train.dtype).fused:
+    if cluster is None and not reference(train.device, train.dtype).fused:
         return None
     hardware = read_hardware(cluster or "h100")
-    hardware.check_dtype(config.train.dtype)
+    hardware.check_dtype(train.dtype)
     return hardware
 
 
 def _warn_of_sizes(config: RunConfig, hardware: Hardware, skew: float) -> None:
-    """Print a warning for sizes that keep products off tensor cores; refuse a ``--skew`` that is impossible here."""
+    """Print a warning for sizes that keep products off tensor cores;
+    refuse a ``--skew`` that is impossible here.
+    """
     from meshwright_plan.commands.plans import check_skew, execution_options, warn_of_alignment
     from meshwright_plan.planner.model_cache import ModelCache
 
-    cache = ModelCache(config, execution_options(config, hardware), skew=skew)
+    cache = ModelCache(config, execution_options(config.train, hardware), skew=skew)
     check_skew(cache)
     if skew > config.parallel.ep:
         raise ConfigError(
             "MW-LAUNCH-090",
-            f"--skew {skew:g}: a rank has at most parallel.ep = {config.parallel.ep} times the mean of its ep group: "
-            f"give a smaller load, or a larger ep",
+            f"--skew {skew:g}: a rank has at most parallel.ep = {config.parallel.ep} times the mean"
+            " of its ep group: give a smaller load, or a larger ep",
         )
     warn_of_alignment(cache, hardware, config)
 
 
 def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
-    """Return the predicted seconds and MFU of a job. ``skew``: rows of the busiest rank's experts over the mean."""
+    """Return the predicted seconds and MFU of a job. ``skew``:
+    rows of the busiest rank's experts over the mean.
+    """
     from meshwright_plan.commands.plans import execution_options
     from meshwright_plan.dryrun.report import StepTimeEstimate
     from meshwright_plan.planner.choice import choice_of
     from meshwright_plan.planner.model_cache import ModelCache
     from meshwright_plan.planner.plan import evaluate
 
-    cache = ModelCache(job.config, execution_options(job.config, hardware), skew=skew)
+    cache = ModelCache(job.config, execution_options(job.config.train, hardware), skew=skew)
     found = evaluate(cache, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
-    return StepTimeEstimate(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
+    return StepTimeEstimate(
+        found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes
+    )
 
 
-def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
+def _check_size(parallel: Parallel, num_nodes: int, per_node: int) -> None:
     """Check that the degrees fill the nodes.
 
     Raises:
         ConfigError: they do not; suggests values of this command's options that fit.
     """
-    parallel, size, dp = config.parallel, num_nodes * per_node, config.parallel.known_dp
+    size, dp = num_nodes * per_node, parallel.known_dp
     replica = parallel.ranks_per_batch
     ranks = replica * (dp or max(1, size // replica))
     if ranks == size:
         return
-    available = f"{num_nodes:,} node{'s' * (num_nodes > 1)} x {per_node} device{'s' * (per_node > 1)} = {size:,}"
+    available = (
+        f"{num_nodes:,} node{'s' * (num_nodes > 1)} x {per_node} device{'s' * (per_node > 1)} ="
+        f" {size:,}"
+    )
     available += f" rank{'s' * (size > 1)}"
-    needed = parallel.named_ranks + (f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica")
+    needed = parallel.named_ranks + (
+        f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica"
+    )
     works = [f"--parallel.dp={size // replica}"] if size % replica == 0 and dp else []
     if ranks % per_node == 0:
         works.append(f"--nodes {ranks // per_node}")
@@ -146,42 +167,35 @@ def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
     raise ConfigError("MW-LAUNCH-020", f"{available}, and the degrees make {needed}: {advice}")
 
 
-def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, str]:
-    """Parse ``schedule:5=gpipe`` into ("schedule", 5, "gpipe"), and ``missing:dp:5`` into ("missing", 5, "dp").
+def parse_fault(words: str, size: int, pipeline: Pipeline) -> tuple[int, str]:
+    """Parse ``schedule:5=gpipe`` into (5, "gpipe"). ``size``: number of ranks.
 
     Raises:
-        ConfigError: another form, an unknown rank, axis or schedule, or a value that is not a fault.
+        ConfigError: another form, an unknown rank or schedule, or the schedule that all ranks run.
     """
     kind, _, rest = words.partition(":")
-    rank, _, what = rest.partition("=") if kind == "schedule" else reversed(rest.partition(":"))
-    own = None if pipeline.schedule_file else pipeline.schedule
-    known = {
-        "schedule": [name for name in BUILDERS if name != own],
-        "missing": [str(axis) for axis in Axis if grid.degree(axis) > 1],
-    }
+    rank, _, schedule = rest.partition("=")
     number = whole_number(rank)
-    if kind not in known or number is None or not what:
-        raise ConfigError("MW-LAUNCH-021", f"--seed-fault {words}: write {FAULTS}")
-    if number >= grid.size:
-        ranks = "the only rank is 0" if grid.size == 1 else f"the ranks are 0 to {grid.size - 1}"
+    if kind != "schedule" or number is None or not schedule:
+        raise ConfigError("MW-LAUNCH-021", f"--seed-fault {words}: write {FAULT}")
+    if number >= size:
+        ranks = "the only rank is 0" if size == 1 else f"the ranks are 0 to {size - 1}"
         raise ConfigError("MW-LAUNCH-022", f"--seed-fault {words}: {ranks}")
-    if what in known[kind]:
-        return kind, number, what
-    choose = f"choose from {', '.join(known[kind])}"
-    if kind == "missing" and not known[kind]:
-        choose = f"all degrees are 1: seed another schedule, as in schedule:{rank}={known['schedule'][0]}"
-    wanted = "not a schedule" if kind == "schedule" else "not an axis with groups"
-    why = "what all ranks run" if what == own else wanted
-    raise ConfigError("MW-LAUNCH-023", f"--seed-fault {words}: {what!r} is {why}: {choose}")
+    of_all = None if pipeline.schedule_file else pipeline.schedule
+    others = [name for name in BUILDERS if name != of_all]
+    if schedule not in others:
+        why = "what all ranks run" if schedule == of_all else "not a schedule"
+        raise ConfigError(
+            "MW-LAUNCH-023",
+            f"--seed-fault {words}: {schedule!r} is {why}: choose from {', '.join(others)}",
+        )
+    return number, schedule
 
 
-def _seed_fault(job: Job, words: str, kind: str, rank: int, what: str) -> None:
+def _seed_fault(job: Job, words: str, rank: int, schedule: str) -> None:
     from meshwright_plan.dryrun.job import set_rank_schedule
 
-    if kind == "missing":
-        job.missing_members.append((what, rank))
-        return
     try:
-        set_rank_schedule(job, rank, what)
+        set_rank_schedule(job, rank, schedule)
     except UserError as error:
         raise ConfigError("MW-LAUNCH-024", f"--seed-fault {words}: {error.message}") from error

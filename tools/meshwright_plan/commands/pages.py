@@ -35,7 +35,9 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
     if resolved.is_file():
         data = read_resolved(resolved).data
         corpus = Path(data.validation or (data.train if isinstance(data.train, str) else ""))
-        fingerprint = read(corpus.parent) if data.task == "causal" and data.builder is None else None
+        fingerprint = (
+            read(corpus.parent) if data.task == "causal" and data.builder is None else None
+        )
         split = fingerprint.splits.get(corpus.name) if fingerprint else None
         unigram_entropy = split.unigram_entropy_nats if split else None
     picture = options.out or options.directory / "loss.png"
@@ -59,8 +61,13 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
 
     runs = [read_run(directory) for directory in options.runs]
     if len({real_path(run.directory) for run in runs}) < len(runs):
-        raise ConfigError("MW-LAUNCH-006", f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
-    out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
+        raise ConfigError(
+            "MW-LAUNCH-006",
+            f"{' '.join(map(str, options.runs))}: a run is named twice; name each once",
+        )
+    out = options.out or (
+        runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html")
+    )
     if not options.out:
         check_place(out, folder=False, example="report.html")
         if len(runs) == 1:

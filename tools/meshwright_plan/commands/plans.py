@@ -1,4 +1,6 @@
-"""Command ``meshwright plan``: search for layouts on a cluster, print them, and write plan.toml and plan.html."""
+"""Command ``meshwright plan``: search for layouts on a cluster, print them,
+and write plan.toml and plan.html.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, given_keys, load, to_toml
+from meshwright.config import RunConfig, Train, given_keys, load, to_toml
 from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError
 from meshwright.system.atomic import write_out
@@ -31,11 +33,16 @@ from meshwright_plan.planner.text import chosen_config, describe
 AXES = ("pp", "dp", "cp", "tp", "ep")
 MAX_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
-"""Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
+"""Overrides that clear a configuration's own batch,
+so that it cannot contradict another number of samples.
+"""
 SEARCHED = {
     *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard_factor")),
     *(f"parallel.{key}" for key in ("sequence", "reduce", "offload", "cp_exchange", "cp_order")),
-    *(f"pipeline.{key}" for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")),
+    *(
+        f"pipeline.{key}"
+        for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")
+    ),
     *("parallel.tp_across_nodes", "batch.micro_batch_size", "batch.chunks", "launch.processes"),
 }
 """Keys that a search sets for each layout."""
@@ -45,7 +52,8 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     """Search for the best layouts of a configuration on a cluster, print them, and write the plan.
 
     Raises:
-        UserError: an invalid configuration or hardware, or no layout fits; suggests options with which one does.
+        UserError: an invalid configuration or hardware, or no layout fits; suggests options with
+            which one does.
     """
     nodes, out = options.nodes, options.out
     wanted = read_wanted(options.why) if options.why is not None else {}
@@ -60,12 +68,16 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
         _check_devices("--sweep-nodes", each, hardware)
     given = {".".join(key): value for key, value in given_keys(overrides).items()}
     _check_overrides(given, hardware, options.global_batch)
-    config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
+    config = _on_device_of(
+        hardware, _load_config(options.config, overrides, given, options.global_batch)
+    )
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
     pins = {axis: degree for axis in AXES if (degree := getattr(options, axis)) is not None}
     if pins.get("ep", 1) > 1 and hardware.devices_per_node % pins["ep"]:
         config = config.replace(parallel={"ep_across_nodes": True})
-    cache = ModelCache(config, execution_options(config, hardware), pins=pins, skew=options.skew)
+    cache = ModelCache(
+        config, execution_options(config.train, hardware), pins=pins, skew=options.skew
+    )
     if has_batch_norm(cache.model):
         cache = cache.replaced(pins=pins | _own_micro_batch(options.config, given))
     check_skew(cache)
@@ -75,14 +87,19 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     found = search_with_offload(cache, hardware, nodes, options.best or BEST, settles=True)
     if not found.best:
         raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
-    put("\n".join([describe(cache, found), *answers(options.config, overrides, wanted, cache, found)]))
+    put(
+        "\n".join(
+            [describe(cache, found), *answers(options.config, overrides, wanted, cache, found)]
+        )
+    )
     warn_of_alignment(cache, hardware, found.best[0].config, warned)
     if out is not None:
         best = found.best[0]
         header = (
-            f"# The first of {found.num_fitting:,} layouts of {options.config} on {nodes} x "
-            f"{hardware.devices_per_node} x {hardware.name}: {best.choice}.\n# Predicted: {best.time.total:.4g} s a "
-            f"step, {format_size(best.peak_bytes)} on the fullest rank.\n\n"
+            f"# The first of {found.num_fitting:,} layouts of {options.config} on {nodes} x"
+            f" {hardware.devices_per_node} x {hardware.name}: {best.choice}.\n# Predicted:"
+            f" {best.time.total:.4g} s a step, {format_size(best.peak_bytes)} on the fullest"
+            " rank.\n\n"
         )
         html = page(cache, found)
         write_out(out / "plan.toml", header + to_toml(chosen_config(found, config.run.name)))
@@ -97,8 +114,8 @@ def _check_devices(option: str, nodes: int, hardware: Hardware) -> None:
         most = max(1, MAX_DEVICES // hardware.devices_per_node)
         raise ConfigError(
             "MW-LAUNCH-037",
-            f"{option} {nodes} of {hardware.devices_per_node:,} devices each: a plan is for {MAX_DEVICES:,} devices at "
-            f"most, such as {option} {most}",
+            f"{option} {nodes} of {hardware.devices_per_node:,} devices each: a plan is for"
+            f" {MAX_DEVICES:,} devices at most, such as {option} {most}",
         )
 
 
@@ -108,16 +125,17 @@ def check_skew(cache: ModelCache) -> None:
     Raises:
         ConfigError: the load has no effect.
     """
-    if cache.skew > 1 and not cache.expert_counts:
+    if cache.skew > 1 and not cache.traits.experts:
         raise ConfigError(
             "MW-LAUNCH-085",
-            f"--skew {cache.skew:g} is the load of the busiest rank's experts, and the model's sharding_plan names no "
-            f"experts: leave it out",
+            f"--skew {cache.skew:g} is the load of the busiest rank's experts, and the model's"
+            " sharding_plan names no experts: leave it out",
         )
 
 
 def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: int | None) -> None:
-    """Refuse overrides without effect: keys that a search sets, a device that the cluster lacks, a batch given twice.
+    """Refuse overrides without effect: keys that a search sets, a device that the cluster lacks,
+    a batch given twice.
 
     Raises:
         ConfigError: lists all of them.
@@ -127,41 +145,45 @@ def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: in
         problems.append(
             ConfigError(
                 "MW-LAUNCH-039",
-                f"command line: {', '.join(searched)}: a plan gives each layout its own value, so this has no effect: "
-                f"leave {'it' if len(searched) == 1 else 'them'} out (--global-batch sets the samples of a step; "
-                f"`meshwright dryrun` examines one layout)",
+                f"command line: {', '.join(searched)}: a plan gives each layout its own value, so"
+                f" this has no effect: leave {'it' if len(searched) == 1 else 'them'} out"
+                " (--global-batch sets the samples of a step; `meshwright dryrun` examines one"
+                " layout)",
             )
         )
     if isinstance(given.get("pipeline.balance"), list):
         problems.append(
             ConfigError(
                 "MW-LAUNCH-092",
-                f"command line: pipeline.balance = {given['pipeline.balance']} is of one number of stages, and a plan "
-                f"has several: leave it out, or name a measure such as time",
+                f"command line: pipeline.balance = {given['pipeline.balance']} is of one number of"
+                " stages, and a plan has several: leave it out, or name a measure such as time",
             )
         )
     if given.get("train.device", "auto") not in ("auto", hardware.kind):
         problems.append(
             ConfigError(
                 "MW-LAUNCH-040",
-                f'command line: train.device = "{given["train.device"]}", and the devices of {hardware.name} are '
-                f"{hardware.kind}: leave it out, or take another --cluster",
+                f'command line: train.device = "{given["train.device"]}", and the devices of'
+                f" {hardware.name} are {hardware.kind}: leave it out, or take another --cluster",
             )
         )
     if global_batch is not None and "batch.global_batch" in given:
         problems.append(
             ConfigError(
                 "MW-LAUNCH-041",
-                f"command line: batch.global_batch = {given['batch.global_batch']} and --global-batch {global_batch} "
-                f"set the same number: leave one out",
+                f"command line: batch.global_batch = {given['batch.global_batch']} and"
+                f" --global-batch {global_batch} set the same number: leave one out",
             )
         )
     if problems:
         raise ConfigError.join(problems)
 
 
-def _load_config(path: str, overrides: Sequence[str], given: dict[str, Any], global_batch: int | None) -> RunConfig:
-    """Load the configuration. Of its batch only the samples per step are kept, or None if it does not set them.
+def _load_config(
+    path: str, overrides: Sequence[str], given: dict[str, Any], global_batch: int | None
+) -> RunConfig:
+    """Load the configuration. Of its batch only the samples per step are kept,
+    or None if it does not set them.
 
     ``given``: the keys of ``overrides`` with their values.
     """
@@ -172,18 +194,24 @@ def _load_config(path: str, overrides: Sequence[str], given: dict[str, Any], glo
         return load(path, [*overrides, *FREE_BATCH])
     if {"batch.micro_batch_size", "batch.chunks"} <= given.keys():
         return load(path, overrides)
-    return load(path, [*overrides, *FREE_BATCH, "--batch.global_batch=1"]).replace(batch={"global_batch": None})
+    return load(path, [*overrides, *FREE_BATCH, "--batch.global_batch=1"]).replace(
+        batch={"global_batch": None}
+    )
 
 
 def _own_micro_batch(path: str, overrides: Mapping[str, Any]) -> dict[str, int]:
-    """Return the configured samples of a micro-batch, which are part of a model with BatchNorm, as a pin.
+    """Return the configured samples of a micro-batch, which are part of a model with BatchNorm,
+    as a pin.
 
     Warns where the configuration does not set them.
     """
     size = _with_keys_of_file(path, overrides).get("batch.micro_batch_size")
     if isinstance(size, int):
         return {"micro_batch_size": size}
-    tell("warning: the model has BatchNorm, whose statistics are those of a micro-batch: set batch.micro_batch_size")
+    tell(
+        "warning: the model has BatchNorm, whose statistics are those of a micro-batch: set"
+        " batch.micro_batch_size"
+    )
     return {}
 
 
@@ -193,17 +221,21 @@ def _with_keys_of_file(path: str, overrides: Mapping[str, Any]) -> dict[str, Any
 
 
 def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
-    """Return the configuration on the cluster's device: it decides how stages are cut and where ``train`` will run."""
-    if config.train.device == hardware.kind or (hardware.kind == "cuda" and config.train.device == "auto"):
+    """Return the configuration on the cluster's device:
+    it decides how stages are cut and where ``train`` will run.
+    """
+    if config.train.device == hardware.kind or (
+        hardware.kind == "cuda" and config.train.device == "auto"
+    ):
         return config
     return config.replace(train={"device": hardware.kind})
 
 
-def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions:
+def execution_options(train: Train, hardware: Hardware) -> ExecutionOptions:
     """Return the options with which ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
     return ExecutionOptions(
-        fused=config.train.compile is True,
+        fused=train.compile is True,
         fuses_any_attention=on_gpu,
         norm_kernel=on_gpu,
         groups_experts=on_gpu,
@@ -213,7 +245,9 @@ def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions
 def warn_of_alignment(
     cache: ModelCache, hardware: Hardware, config: RunConfig, warned: Sequence[str] = ()
 ) -> list[str]:
-    """Print each warning of :func:`alignment_warnings` that is not in ``warned``; return all of them."""
+    """Print each warning of :func:`alignment_warnings` that is not in ``warned``;
+    return all of them.
+    """
     found = alignment_warnings(cache, hardware, config)
     for line in found:
         if line not in warned:
@@ -234,20 +268,26 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     if samples is None:
         raise ConfigError(
             "MW-LAUNCH-042",
-            "batch.global_batch is not set, and all layouts must take the same number of samples per step: set it with "
-            f"--global-batch, such as {16 * size}",
+            "batch.global_batch is not set, and all layouts must take the same number of samples"
+            f" per step: set it with --global-batch, such as {16 * size}",
         )
     pipeline: dict[str, object] = {"schedule": "1f1b", "interleave": None, "schedule_file": None}
     return config.replace(
         batch={"micro_batch_size": 1, "chunks": samples, "global_batch": samples},
         parallel=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "zero"), 1)
-        | {"sequence": False, "shard_factor": None, "reduce": None},
+        | {
+            "sequence": False,
+            "shard_factor": None,
+            "reduce": None,
+        },
         pipeline=pipeline | {"recompute": "none", "recompute_layers": ["*"]},
     )
 
 
 def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
-    """Return the text of the error: the layout closest to fitting, and options with which some layout fits."""
+    """Return the text of the error: the layout closest to fitting,
+    and options with which some layout fits.
+    """
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     pins = " and ".join(f"--{axis} {degree}" for axis, degree in cache.pins.items() if axis in AXES)
     where += f" with {pins}" if pins else ""
@@ -257,10 +297,15 @@ def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan
         problem = f"no layout of {samples} keeps the rules on {where}: {broken}"
     else:
         needed, choice = found.closest
-        on_host = "" if cache.config.optimizer.needs_full_weights else " and the optimizer on the host"
+        on_host = (
+            ""
+            if cache.config.optimizer.spec.needs_full_weights
+            else " and the optimizer on the host"
+        )
         problem = (
-            f"no layout fits {where}, even with recompute{on_host}: the closest, {choice}, needs "
-            f"at least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))} may be used"
+            f"no layout fits {where}, even with recompute{on_host}: the closest, {choice}, needs at"
+            f" least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))}"
+            " may be used"
         )
     if works := nearest(cache, hardware, nodes, found):
         return f"{problem}\nwhat works: {', or '.join(works)}"

@@ -1,29 +1,29 @@
-"""Command ``meshwright plan`` with ``--sweep-nodes`` or ``--sweep-batch``: the best layout of each combination."""
+"""Command ``meshwright plan`` with ``--sweep-nodes`` or ``--sweep-batch``:
+the best layout of each combination.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from meshwright.errors import ConfigError
-from meshwright.system.atomic import write_out
 from meshwright.terminal.output import put
-from meshwright_plan.page.render import svg_of
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.ranking import error_share
-from meshwright_plan.planner.sweep import sweep, sweep_figure, sweep_table
+from meshwright_plan.planner.sweep import sweep, sweep_table
 
 MAX_POINTS = 64
 
 
 def run_sweep(options: argparse.Namespace, cache: ModelCache, hardware: Hardware) -> int:
-    """Print the best layout of each number of nodes and global batch; with ``--out`` also draw them.
+    """Print the best layout of each number of nodes and global batch.
 
     Raises:
         ConfigError: more points than are searched in a few minutes, or options of a single search.
     """
-    alone = [name for name, value in (("--why", options.why), ("--best", options.best)) if value is not None]
-    if alone:
+    of_one_search = {"--why": options.why, "--best": options.best, "--out": options.out}
+    if alone := [name for name, value in of_one_search.items() if value is not None]:
         raise ConfigError(
             "MW-LAUNCH-091",
             f"{' and '.join(alone)}: a sweep prints the best layout of each size alone: leave "
@@ -34,13 +34,9 @@ def run_sweep(options: argparse.Namespace, cache: ModelCache, hardware: Hardware
     if len(nodes) * len(batches) > MAX_POINTS:
         raise ConfigError(
             "MW-LAUNCH-081",
-            f"--sweep-nodes and --sweep-batch: {len(nodes)} x {len(batches)} searches, and {MAX_POINTS} at most: name "
-            f"fewer numbers",
+            f"--sweep-nodes and --sweep-batch: {len(nodes)} x {len(batches)} searches, and"
+            f" {MAX_POINTS} at most: name fewer numbers",
         )
     points = sweep(cache, hardware, nodes, batches)
     put("\n".join(sweep_table(points, options.device_hour, error_share(hardware))))
-    if options.out is not None:
-        drawn = sweep_figure(points, hardware, options.device_hour)
-        write_out(options.out / "sweep.svg", svg_of(drawn, "time, MFU and cost against devices"))
-        put(f"\nwritten: {options.out / 'sweep.svg'}")
     return 0 if any(each.layout is not None for each in points) else 2

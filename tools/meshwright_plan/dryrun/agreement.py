@@ -1,13 +1,13 @@
-"""Check that the ranks of a job agree: group members, collectives, messages, and absence of deadlocks.
+"""Check that the ranks of a job agree: collectives, messages, and absence of deadlocks.
 
-    members       every rank of a group has the same members in it
     collectives   all members of a group issue the same sequence: operation, bytes, dtype
     schedule      a rank with another schedule fits the others' rows (meshwright.schedule.analysis.check)
     messages      each send matches its receive: bytes and dtype, in the order of the channel
     deadlocks     meshwright_plan.dryrun.deadlock
 
-Members and collectives are compared over all ranks. A column is the pipeline of ranks with the same (dp, tp). Columns
-are alike unless a rank deviates, so messages are compared in the first column and in those with deviating ranks.
+Collectives are compared over all ranks. A column is the pipeline of ranks with the same (dp, tp).
+Columns are alike unless a rank deviates, so messages are compared in the first column and in those
+with deviating ranks. Ranks that disagree on the members of a group are found as a deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from meshwright.mesh import Axis
 from meshwright.schedule.analysis import check
 from meshwright_plan.dryrun.deadlock import find_deadlock
 from meshwright_plan.dryrun.groups import GroupViews, Ranks, axis_of, format_ranks
@@ -40,49 +39,9 @@ class Disagreement(NamedTuple):
 def disagreements(job: Job) -> list[Disagreement]:
     """Return all disagreements, causes before consequences; empty if the job can run."""
     views = GroupViews(job)
-    found = [*_members(job, views), *_collectives(job, views), *_rows(job), *_messages(job, views)]
+    found = [*_collectives(job, views), *_rows(job), *_messages(job, views)]
     deadlock = find_deadlock(job, views)
     return found if deadlock is None else [*found, Disagreement("hang", *deadlock)]
-
-
-def _members(job: Job, views: GroupViews) -> Iterator[Disagreement]:
-    ranks_of: dict[tuple[str, Ranks], set[int]] = defaultdict(set)
-    """(axis, group in some rank's view) -> ranks with that view."""
-    parts_of: dict[tuple[str, Ranks], set[Ranks]] = defaultdict(set)
-    """(axis, group by the grid) -> that group in the view of its ranks."""
-    for rank in range(job.grid.size):
-        for axis, whole, group in views.group_views(job.profile_of(rank), rank):
-            ranks_of[axis, group].add(rank)
-            parts_of[axis, whole].add(group)
-    reported: set[tuple[str, int, int]] = set()
-    named: set[tuple[str, int]] = set()
-    for (axis, group), ranks in ranks_of.items():
-        outsiders = set(group) - ranks if ranks & set(group) else set()
-        for outsider in sorted(outsiders):
-            if (axis, outsider, len(group)) in reported:
-                continue
-            reported.add((axis, outsider, len(group)))
-            first = min(ranks)
-            others = [g for (a, g), own in ranks_of.items() if a == axis and outsider in own and set(g) < set(group)]
-            other = max(others, key=lambda g: len(set(g) & set(group)), default=())
-            left_out = sorted(set(group) - set(other) - {outsider}) or sorted(set(other) - set(group))
-            named |= {(axis, member) for member in group}
-            yield Disagreement(
-                "members",
-                tuple(sorted({first, outsider, *left_out})),
-                f"rank {first} has the {axis} group {format_ranks(group)}, but on rank {outsider} that "
-                f"group is {format_ranks(other) if len(other) > 1 else 'this rank alone'}, without rank "
-                f"{format_ranks(left_out)}",
-            )
-    for (axis, whole), parts in parts_of.items():
-        if whole not in parts and not any((axis, member) in named for member in whole):
-            yield Disagreement(
-                "members",
-                whole,
-                f"the {axis} group {format_ranks(whole)} is split into "
-                f"{' and '.join(map(format_ranks, sorted(parts)))}: each part communicates separately, "
-                f"and their numbers differ",
-            )
 
 
 class _Position(NamedTuple):
@@ -97,7 +56,8 @@ class _Position(NamedTuple):
 def _collectives(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     """Compare collectives within groups whose members have different profiles."""
     by_group: dict[Ranks, dict[int, _Position]] = defaultdict(dict)
-    world: dict[int, _Position] = {}  # a separate dict: hashing a tuple of all ranks each time is slow
+    # a separate dict: hashing a tuple of all ranks each time is slow
+    world: dict[int, _Position] = {}
     for rank in range(job.grid.size):
         profile = job.profile_of(rank)
         for own in views.groups_of[id(profile)]:
@@ -113,7 +73,9 @@ def _collectives(job: Job, views: GroupViews) -> Iterator[Disagreement]:
         profile = job.profile_of(at.rank)
         if (id(profile), at.group) not in sequences:
             collectives = (each for each in profile.communication if each.call.peer is None)
-            sequences[id(profile), at.group] = [each for each in collectives if each.call.group == at.group]
+            sequences[id(profile), at.group] = [
+                each for each in collectives if each.call.group == at.group
+            ]
         return sequences[id(profile), at.group]
 
     compared: set[tuple[tuple[int, Ranks], ...]] = set()
@@ -131,9 +93,9 @@ def _collectives(job: Job, views: GroupViews) -> Iterator[Disagreement]:
                 yield Disagreement(
                     "collectives",
                     (first.rank, other.rank),
-                    f"number {number + 1} of the {axis_of(job.grid, group)} group {format_ranks(group)} is "
-                    f"{_describe(expected, number)} on rank {first.rank} and {_describe(actual, number)} on rank "
-                    f"{other.rank}",
+                    f"number {number + 1} of the {axis_of(job.grid, group)} group"
+                    f" {format_ranks(group)} is {_describe(expected, number)} on rank {first.rank}"
+                    f" and {_describe(actual, number)} on rank {other.rank}",
                 )
 
 
@@ -148,8 +110,9 @@ def _rows(job: Job) -> Iterator[Disagreement]:
             yield Disagreement(
                 "schedule",
                 (rank,),
-                f"rank {rank} runs {own.name} with {own.num_stages} stages placed in {own.placement}, the others "
-                f"{schedule.name} with {schedule.num_stages} in {schedule.placement}",
+                f"rank {rank} runs {own.name} with {own.num_stages} stages placed in"
+                f" {own.placement}, the others {schedule.name} with {schedule.num_stages} in"
+                f" {schedule.placement}",
             )
             continue
         problems = check(replace(schedule, rows=tuple(rows)))
@@ -157,39 +120,44 @@ def _rows(job: Job) -> Iterator[Disagreement]:
             yield Disagreement(
                 "schedule",
                 (rank,),
-                f"rank {rank} runs {own.name} and the others {schedule.name}: no rank blocks forever, but ranks "
-                f"compare their schedules at start, and exit there",
+                f"rank {rank} runs {own.name} and the others {schedule.name}: no rank blocks"
+                " forever, but ranks compare their schedules at start, and exit there",
             )
         for problem in problems[:4]:
             column = job.grid.coordinates(rank)
-            where = job.grid.rank(column._replace(pp_rank=problem.rank))
+            where = job.grid.rank(replace(column, pp_rank=problem.rank))
             yield Disagreement(
                 "schedule",
                 (where,),
-                f"rank {rank} runs {own.name} and the others {schedule.name}: {problem.fault} on rank {where} at "
-                f"{problem.action}: {problem.text}",
+                f"rank {rank} runs {own.name} and the others {schedule.name}: {problem.fault} on"
+                f" rank {where} at {problem.action}: {problem.text}",
             )
 
 
 def _messages(job: Job, views: GroupViews) -> Iterator[Disagreement]:
-    """Compare sends with receives, on each channel of the first column and of the columns with deviating ranks."""
-    deviating = [*job.own_profiles, *(rank for axis, rank in job.missing_members if axis == Axis.PP)]
-    columns = {job.grid.coordinates(rank)._replace(pp_rank=0) for rank in (0, *deviating)}
-    for column in sorted(columns):
+    """Compare sends with receives, on each channel of the first column and of the columns
+    with deviating ranks.
+    """
+    ranks = (0, *job.own_profiles)
+    columns = {replace(job.grid.coordinates(rank), pp_rank=0) for rank in ranks}
+    for column in sorted(columns, key=job.grid.rank):
         sent: dict[tuple[int, int], list[CommunicationRecord]] = defaultdict(list)
         received: dict[tuple[int, int], list[CommunicationRecord]] = defaultdict(list)
         for pp_rank in range(job.grid.pp):
-            rank = job.grid.rank(column._replace(pp_rank=pp_rank))
+            rank = job.grid.rank(replace(column, pp_rank=pp_rank))
             for record in job.profile_of(rank).communication:
-                if record.call.peer is None or not views.can_reach(rank, peer := views.peer(record, rank)):
+                if record.call.peer is None:
                     continue
+                peer = views.peer(record, rank)
                 if record.call.operation == "send":
                     sent[rank, peer].append(record)
                 elif record.call.operation == "receive":
                     received[peer, rank].append(record)
         for channel in sorted(sent.keys() | received.keys()):
             sends, receives = sent[channel], received[channel]
-            number = _first_difference(*([_signature(record)[1:] for record in end] for end in (sends, receives)))
+            number = _first_difference(
+                *([_signature(record)[1:] for record in end] for end in (sends, receives))
+            )
             if number is not None:
                 yield Disagreement(
                     "messages",
@@ -200,7 +168,9 @@ def _messages(job: Job, views: GroupViews) -> Iterator[Disagreement]:
 
 
 def _first_difference(ours: Iterable[object], theirs: Iterable[object]) -> int | None:
-    """Return the index of the first unequal pair, None if all are equal; a missing element equals no other."""
+    """Return the index of the first unequal pair, None if all are equal;
+    a missing element equals no other.
+    """
     return next((index for index, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
 
 
@@ -212,4 +182,7 @@ def _describe(sequence: list[CommunicationRecord], number: int) -> str:
     if number >= len(sequence):
         return "nothing"
     operation, num_bytes, dtype = _signature(sequence[number])
-    return f"{operation.replace('_', '-')} of {num_bytes:,} bytes of {dtype} in {sequence[number].activity}"
+    return (
+        f"{operation.replace('_', '-')} of {num_bytes:,} bytes of {dtype} in"
+        f" {sequence[number].activity}"
+    )

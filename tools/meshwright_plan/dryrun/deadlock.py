@@ -1,8 +1,10 @@
-"""Search for deadlocks: run the recorded communication of the ranks against each other, without time.
+"""Search for deadlocks: run the recorded communication of the ranks against each other,
+without time.
 
-Each operation blocks until all its ranks have posted it. These are the strictest semantics: a send blocks until its
-receive is posted. A receive blocks where its value is used, as in the executor. Only the columns (ranks with the same
-dp and tp) of deviating ranks are run, and one more along each axis.
+Each operation blocks until all its ranks have posted it. These are the strictest semantics: a send
+blocks until its receive is posted. A receive blocks where its value is used, as in the executor.
+Only the columns (ranks with the same dp and tp) of deviating ranks are run, and one more along each
+axis.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
     for rank in blocked[:MAX_LISTED]:
         call = run.current(rank)
         assert call is not None
-        peers = sorted({*call.sends, *(call.uses or ())[:1]}) or [member for member in call.group if member != rank]
+        peers = sorted({*call.sends, *(call.uses or ())[:1]}) or [
+            member for member in call.group if member != rank
+        ]
         lines.append(f"rank {rank} in {call.activity} for {format_ranks(peers)}")
     more = f", and {len(blocked) - MAX_LISTED} more" if len(blocked) > MAX_LISTED else ""
     return tuple(blocked), f"these ranks block forever: {'; '.join(lines)}{more}"
@@ -55,12 +59,17 @@ def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
 
 def _ranks_to_run(job: Job) -> list[int]:
     grid = folded(job.grid)
-    deviating = [grid.coordinates(r) for r in [*job.own_profiles, *(rank for _, rank in job.missing_members)]]
+    deviating = [grid.coordinates(rank) for rank in job.own_profiles]
     dps, tps = {at.dp_rank for at in deviating} or {0}, {at.tp_rank for at in deviating} or {0}
     if deviating:
         dps |= {_smallest_other(dps, grid.dp)}
         tps |= {_smallest_other(tps, grid.tp)}
-    return [grid.rank(Coordinates(p, d, t)) for p in range(grid.pp) for d in sorted(dps) for t in sorted(tps)]
+    return [
+        grid.rank(Coordinates(pp_rank=p, dp_rank=d, tp_rank=t))
+        for p in range(grid.pp)
+        for d in sorted(dps)
+        for t in sorted(tps)
+    ]
 
 
 def _smallest_other(indices: set[int], degree: int) -> int:
@@ -68,7 +77,9 @@ def _smallest_other(indices: set[int], degree: int) -> int:
 
 
 def _blocking_calls(job: Job, views: GroupViews, rank: int) -> list[_BlockingCall]:
-    """Return the calls of a rank in order. A receive blocks in a call of its own, where its value is used."""
+    """Return the calls of a rank in order. A receive blocks in a call of its own,
+    where its value is used.
+    """
     profile, calls = job.profile_of(rank), []
     starts = deque(peak.activity for peak in profile.peaks)
     uses: dict[Action, tuple[int, int]] = {}
@@ -80,17 +91,25 @@ def _blocking_calls(job: Job, views: GroupViews, rank: int) -> list[_BlockingCal
             if isinstance(earlier, Action) and earlier in uses:
                 calls.append(_BlockingCall(earlier, (), (), (), uses.pop(earlier)))
 
-    in_activity = groupby(profile.communication, key=lambda r: id(r.activity) if r.call.peer is not None else None)
+    in_activity = groupby(
+        profile.communication, key=lambda r: id(r.activity) if r.call.peer is not None else None
+    )
     for message_key, run in in_activity:
         records = list(run)
         begin(records[0].activity)
         if message_key is None:
             for record in records:
                 begin(record.activity)
-                calls.append(_BlockingCall(record.activity, (), (), views.group(record.call.group, profile, rank)))
+                calls.append(
+                    _BlockingCall(
+                        record.activity, (), (), views.group(record.call.group, profile, rank)
+                    )
+                )
             continue
-        peers = [(r.call.operation, p) for r in records if views.can_reach(rank, p := views.peer(r, rank))]
-        sends, receives = (tuple(p for o, p in peers if o == operation) for operation in ("send", "receive"))
+        peers = [(record.call.operation, views.peer(record, rank)) for record in records]
+        sends, receives = (
+            tuple(p for o, p in peers if o == operation) for operation in ("send", "receive")
+        )
         calls.append(_BlockingCall(records[0].activity, sends, receives, ()))
         sources = iter(receives)
         for action, tensors in _received(records[0].activity):
@@ -103,7 +122,9 @@ def _blocking_calls(job: Job, views: GroupViews, rank: int) -> list[_BlockingCal
 
 def _received(activity: Any) -> Iterator[tuple[Action, int]]:
     """Yield (receive, number of its tensors) of messages that are posted together."""
-    for message in activity if isinstance(activity, tuple) and not isinstance(activity, Action) else ():
+    for message in (
+        activity if isinstance(activity, tuple) and not isinstance(activity, Action) else ()
+    ):
         if message.received is not None:
             yield message.action, len(message.received)
 
@@ -117,7 +138,9 @@ class _Run:
         self._posted: dict[tuple[int, int, bool], int] = defaultdict(int)
         """(source, destination, is a send) -> number of these posted."""
         self._awaited: dict[int, list[tuple[tuple[int, int, bool], int]]] = {}
-        """Rank that has posted its current call -> other ends, each with the number that has to be posted."""
+        """Rank that has posted its current call -> other ends,
+        each with the number that has to be posted.
+        """
         self._arrived: dict[Ranks, dict[int, int]] = defaultdict(dict)
         """Group -> number of its collectives that each rank has reached."""
 
@@ -140,7 +163,9 @@ class _Run:
                 self._position[rank] += 1
 
     def _members(self, group: Ranks) -> Sequence[int]:
-        return [r for r in group if r in self._calls] if len(group) < self._size else list(self._calls)
+        return (
+            [r for r in group if r in self._calls] if len(group) < self._size else list(self._calls)
+        )
 
     def _post(self, rank: int, call: _BlockingCall) -> list[int]:
         """Post a call; return the ranks that this may unblock."""
@@ -149,7 +174,9 @@ class _Run:
             arrived = self._arrived[call.group]
             arrived[rank] = arrived.get(rank, 0) + 1
             return [member for member in self._members(call.group) if member != rank]
-        ends = [(rank, peer, True) for peer in call.sends] + [(peer, rank, False) for peer in call.receives]
+        ends = [(rank, peer, True) for peer in call.sends] + [
+            (peer, rank, False) for peer in call.receives
+        ]
         for source, destination, is_send in ends:
             self._posted[source, destination, is_send] += 1
             if is_send:
@@ -163,5 +190,7 @@ class _Run:
     def _is_complete(self, rank: int, call: _BlockingCall) -> bool:
         if call.group:
             arrived = self._arrived[call.group]
-            return all(arrived.get(member, 0) >= arrived[rank] for member in self._members(call.group))
+            return all(
+                arrived.get(member, 0) >= arrived[rank] for member in self._members(call.group)
+            )
         return all(self._posted[end] >= number for end, number in self._awaited[rank])

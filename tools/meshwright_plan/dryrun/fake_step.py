@@ -4,8 +4,9 @@
                     |            |              |                   |
                     +---- every operation: allocations, releases, communication ---> RankProfile
 
-The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, with the
-saved tensors of CUDA's kernels if the run is for GPUs (kernels.py). Checks that read values are skipped.
+The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are
+on CPU, with the saved tensors of CUDA's kernels if the run is for GPUs (kernels.py). Checks that
+read values are skipped.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
-from meshwright.config import RunConfig, shard_factor
+from meshwright.config import Parallel, RunConfig, shard_factor
+from meshwright.current import CurrentMicrobatch
+from meshwright.data_parallel.ties import sum_ties
 from meshwright.mesh import Coordinates, Grid
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.optimizer import states_of
 from meshwright.parts import Parts, StepFeed
-from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
-from meshwright.seeding import Draw
 from meshwright.step import all_reduce_sums
 from meshwright_plan.dryrun.kernels import kernels_of
 from meshwright_plan.dryrun.rank_profile import Category, RankProfile, build_profile
@@ -74,18 +75,33 @@ class StageTensors(NamedTuple):
 class RecordingStage:
     """Wrapper of a stage that records the tensors it receives and returns."""
 
-    def __init__(self, stage: Stage, recorder: StepRecorder, draw: Draw, tensors: dict[Action, StageTensors]) -> None:
-        self._stage, self._recorder, self._draw, self._tensors = stage, recorder, draw, tensors
+    def __init__(
+        self,
+        stage: Stage,
+        recorder: StepRecorder,
+        current: CurrentMicrobatch,
+        tensors: dict[Action, StageTensors],
+    ) -> None:
+        self._stage, self._recorder, self._current, self._tensors = (
+            stage,
+            recorder,
+            current,
+            tensors,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
+    def forward(
+        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+    ) -> list[Tensor] | LossPart:
         """Run the stage's forward and record its tensors."""
         received = [*tree_leaves(inputs), *([] if labels is None else [labels])]
         outputs = self._stage.forward(microbatch, inputs, labels, train=train)
         kept = self._recorder.numbers_of(self._stage.roots_of(microbatch))
-        self._record(Kind.F, microbatch, received, [] if isinstance(outputs, LossPart) else outputs, kept)
+        self._record(
+            Kind.F, microbatch, received, [] if isinstance(outputs, LossPart) else outputs, kept
+        )
         return outputs
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -97,14 +113,25 @@ class RecordingStage:
         return self._backward(Kind.I, self._stage.backward_input, microbatch, gradients)
 
     def _backward(
-        self, kind: Kind, run: Callable[..., list[Tensor]], microbatch: int, gradients: list[Tensor] | None
+        self,
+        kind: Kind,
+        run: Callable[..., list[Tensor]],
+        microbatch: int,
+        gradients: list[Tensor] | None,
     ) -> list[Tensor]:
         outputs = run(microbatch, gradients)
         self._record(kind, microbatch, gradients or [], outputs, set())
         return outputs
 
-    def _record(self, kind: Kind, microbatch: int, inputs: list[Tensor], outputs: list[Tensor], kept: set[int]) -> None:
-        recorder, indices = self._recorder, self._draw.sample_indices
+    def _record(
+        self,
+        kind: Kind,
+        microbatch: int,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        kept: set[int],
+    ) -> None:
+        recorder, indices = self._recorder, self._current.sample_indices
         numbers = tuple(recorder.number_of(tensor) for tensor in outputs)
         self._tensors[Action(kind, self._stage.index, microbatch)] = StageTensors(
             tuple(recorder.number_of(tensor) for tensor in inputs),
@@ -119,13 +146,17 @@ class SharedBlueprint(NamedTuple):
 
     blueprint: Blueprint
     groups: tuple[PlaceholderGroup, ...]
-    """Placeholder groups of tp, cp and ep in its layers; ``become`` makes them those of each rank in turn."""
+    """Placeholder groups of tp, cp and ep in its layers;
+    ``become`` makes them those of each rank in turn.
+    """
 
     def for_rank(self, pp_rank: int) -> Blueprint:
-        """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
+        """Return the blueprint with private copies of the layers of a pipeline rank;
+        other layers are shared.
+        """
         blueprint, model = self.blueprint, self.blueprint.model
         own = _own_layers(blueprint, pp_rank)
-        memo: dict[int, Any] = {id(model.draw): model.draw}
+        memo: dict[int, Any] = {id(model.current): model.current}
         layers = nn.Sequential()
         for index, (name, layer) in enumerate(model.layers.named_children()):
             layers.add_module(name, copy.deepcopy(layer, memo) if index in own else layer)
@@ -134,21 +165,33 @@ class SharedBlueprint(NamedTuple):
 
 def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
     """Return the indices of the layers of a pipeline rank."""
-    return {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
+    return {
+        index
+        for stage in blueprint.schedule.stages_of(pp_rank)
+        for index in blueprint.stages[stage]
+    }
 
 
 def share_blueprint(config: RunConfig, at: Coordinates | None = None) -> SharedBlueprint:
     """Draw the blueprint of many ranks once: those at the tp, cp and ep coordinates of ``at``."""
-    at = at or Coordinates(0, 0, 0)
-    states_of(config.optimizer)  # cached: a user's own optimizer is tried on real tensors, before any are fake
-    grid = grid_of(config)
+    at = at or Coordinates()
+    # cached: a user's own optimizer is tried on real tensors, before any are fake
+    states_of(config.optimizer)
+    grid = grid_of(config.parallel)
     ranks = {"tp": at.tp_rank, "cp": at.cp_rank, "ep": grid.rank(at) % grid.ep}
-    groups = [PlaceholderGroup(name, tuple(range(getattr(grid, name))), rank) for name, rank in ranks.items()]
-    return SharedBlueprint(draw_blueprint(without_offload_directory(config), *groups), tuple(groups))
+    groups = [
+        PlaceholderGroup(name, tuple(range(getattr(grid, name))), rank)
+        for name, rank in ranks.items()
+    ]
+    return SharedBlueprint(
+        draw_blueprint(without_offload_directory(config), *groups), tuple(groups)
+    )
 
 
 def without_offload_directory(config: RunConfig) -> RunConfig:
-    """Return the configuration without an offload directory; ``train.device``, which the stages follow, stays."""
+    """Return the configuration without an offload directory; ``train.device``,
+    which the stages follow, stays.
+    """
     return config.replace(parallel={"offload_directory": None})
 
 
@@ -164,12 +207,22 @@ class StepRecording(NamedTuple):
 
 
 def profile_rank(
-    config: RunConfig, rank: int, shared: SharedBlueprint | None = None, recorder: StepRecorder | None = None
+    config: RunConfig,
+    rank: int,
+    shared: SharedBlueprint | None = None,
+    recorder: StepRecorder | None = None,
 ) -> RankProfile:
-    """Dry-run one step of ``rank`` and return its profile; see :func:`record_step` for the arguments."""
+    """Dry-run one step of ``rank`` and return its profile;
+    see :func:`record_step` for the arguments.
+    """
     run = record_step(config, rank, shared, recorder)
     return build_profile(
-        run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.host_categories
+        run.recorder,
+        rank,
+        grid_of(config.parallel).coordinates(rank).pp_rank,
+        run.first,
+        run.roles,
+        run.host_categories,
     )
 
 
@@ -192,13 +245,13 @@ def record_step(
     """
     recorder = recorder or StepRecorder()
     config = without_offload_directory(config).replace(train={"compile": False})
-    with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
+    with fake_mesh(grid_of(config.parallel), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at) if shared is None else shared
         for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
             group.assign(of_rank)
         blueprint = shared.for_rank(mesh.at.pp_rank)
         faked = _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder)
-        with faked as constants, kernels_of(config, device, blueprint.model.layers):
+        with faked as constants, kernels_of(config.train, device, blueprint.model.layers):
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.calls.skip_first_checks()
@@ -211,7 +264,9 @@ def record_step(
             roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)
             stage_tensors: dict[Action, StageTensors] = {}
             for index, stage in parts.executor.stages.items():
-                parts.executor.stages[index] = RecordingStage(stage, recorder, blueprint.model.draw, stage_tensors)  # type: ignore[assignment]
+                parts.executor.stages[index] = RecordingStage(
+                    stage, recorder, blueprint.model.current, stage_tensors
+                )  # type: ignore[assignment]
             gc.collect()
             gc.disable()  # Python's collector would release storages at arbitrary moments
             try:
@@ -220,15 +275,18 @@ def record_step(
                 gc.enable()
         del parts, blueprint, stage
     gc.collect()
-    return StepRecording(recorder, first, roles, stage_tensors, _on_host(config))
+    return StepRecording(recorder, first, roles, stage_tensors, _on_host(config.parallel))
 
 
 @contextmanager
-def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: StepRecorder) -> Iterator[set[int]]:
-    """Make tensors fake and record all operations inside the context; yield the storage numbers of the model's buffers.
+def _on_fake_tensors(
+    blueprint: Blueprint, pp_rank: int, recorder: StepRecorder
+) -> Iterator[set[int]]:
+    """Make tensors fake and record all operations inside the context;
+    yield the storage numbers of the model's buffers.
 
-    The real buffers of this rank's layers are replaced by fake ones. All layers' buffers are counted, since each rank
-    builds the whole model.
+    The real buffers of this rank's layers are replaced by fake ones. All layers' buffers are
+    counted, since each rank builds the whole model.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     real = {id(buffer): buffer for buffer in blueprint.model.layers.buffers() if not buffer.is_meta}
@@ -245,9 +303,9 @@ def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: StepRecorder)
         yield constants
 
 
-def grid_of(config: RunConfig) -> Grid:
+def grid_of(parallel: Parallel) -> Grid:
     """Return the grid of a resolved configuration."""
-    return Grid(*config.parallel.degrees)
+    return Grid.of(parallel.degrees)
 
 
 def _make_states(parts: Parts) -> None:
@@ -261,12 +319,10 @@ def _step(parts: Parts) -> None:
     """Take the step of :func:`meshwright.step.take_step` without the parts that read values."""
     for replica in parts.replicas.values():
         replica.begin_step()
-
-    def step(result: RowResult) -> None:
-        all_reduce_sums(parts, result)
+    with parts.executor.until_step(StepFeed(parts, parts.source, 0)) as row:
+        sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
+        all_reduce_sums(parts, row)
         parts.optimizer.step(0.1, 0.5)
-
-    parts.executor.run(StepFeed(parts, parts.source, 0), step)
 
 
 def _roles(parts: Parts, recorder: StepRecorder) -> dict[int, Category]:
@@ -290,11 +346,15 @@ def _roles(parts: Parts, recorder: StepRecorder) -> dict[int, Category]:
     return roles | dict.fromkeys(recorder.numbers_of(weights), Category.WEIGHTS)
 
 
-def _on_host(config: RunConfig) -> frozenset[Category]:
+def _on_host(parallel: Parallel) -> frozenset[Category]:
     """Return the categories that offloading keeps in host memory."""
-    if not config.parallel.offload:
+    if not parallel.offload:
         return frozenset()
-    shards = (Category.WEIGHTS, Category.GRADIENTS) if config.parallel.zero == 3 and shard_factor(config) > 1 else ()
+    shards = (
+        (Category.WEIGHTS, Category.GRADIENTS)
+        if parallel.zero == 3 and shard_factor(parallel) > 1
+        else ()
+    )
     return frozenset((Category.OPTIMIZER, *shards))
 
 

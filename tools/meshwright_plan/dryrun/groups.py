@@ -1,9 +1,9 @@
-"""Process groups of a job as each rank sees them: derived from a profile, minus members that a seeded fault removes."""
+"""Process groups of each rank of a job, derived from the profile that holds for it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.mesh import Axis, Coordinates, Grid, expert_group
@@ -15,22 +15,24 @@ Ranks = tuple[int, ...]
 
 def folded(grid: Grid) -> Grid:
     """Return the grid of the same ranks with cp folded into dp: its dp ranks are all replicas."""
-    return Grid(grid.pp, grid.num_replicas, grid.tp)
+    return Grid(pp=grid.pp, dp=grid.num_replicas, tp=grid.tp)
 
 
 def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False, name: str = "") -> str:
-    """Return the axis along which a group extends: pp, dp, tp, ``ep``, ``tied`` (copies of a weight) or ``world``.
+    """Return the axis along which a group extends: pp, dp, tp, ``ep``,
+    ``tied`` (copies of a weight) or ``world``.
 
-    ``name``: name of its process group. Without it, an ep group with the same ranks as a tp or dp group has that axis.
+    ``name``: name of its process group. Without it, an ep group with the same ranks as a tp or dp
+        group has that axis.
     """
     if name == "ep":
         return name
     if to_peer:
         return Axis.PP
-    if len(group) == grid.size and sum(degree > 1 for degree in folded(grid)) > 1:
+    if len(group) == grid.size and sum(degree > 1 for degree in folded(grid).degrees) > 1:
         return "world"
     at = [grid.coordinates(rank) for rank in group]
-    varies = [axis for axis in grid.axes if len({getattr(each, f"{axis}_rank") for each in at}) > 1]
+    varies = [axis for axis in grid.axes if len({each.along(axis) for each in at}) > 1]
     if set(varies) == {Axis.DP, Axis.CP}:
         return Axis.DP
     if len(varies) > 1 and grid.ep > 1 and tuple(group) == expert_group(grid, group[0]):
@@ -57,69 +59,41 @@ def _extent(grid: Grid, group: Ranks) -> _Extent:
 
 
 class GroupViews:
-    """Each rank's view of its groups, computed from the profile that the rank follows."""
+    """Groups of each rank, computed from the profile that the rank follows."""
 
     def __init__(self, job: Job) -> None:
         self._axes, self._grid = job.grid, folded(job.grid)
         self._moved_groups: dict[tuple[Ranks, Coordinates], Ranks] = {}
         self._extents: dict[Ranks, _Extent] = {}
-        self._missing: dict[tuple[str, int], set[int]] = defaultdict(set)
-        """(axis, rank) -> members of its group that are missing in its view."""
-        for axis, rank in job.missing_members:
-            for other in job.grid.group(Axis(axis), rank):
-                if other != rank:
-                    self._missing[axis, other].add(rank)
         profiles = [*job.profiles, *job.own_profiles.values()]
         self.groups_of = {
-            id(profile): {record.call.group for record in profile.communication if record.call.peer is None}
+            id(profile): {
+                record.call.group for record in profile.communication if record.call.peer is None
+            }
             for profile in profiles
-        }
-        self._exchanging = {
-            id(profile) for profile in profiles if any(record.call.peer is not None for record in profile.communication)
         }
 
     def group(self, group: Ranks, profile: RankProfile, rank: int) -> Ranks:
-        """Translate ``group`` of a profile into the group of ``rank``, which follows that profile, in its own view."""
-        moved = group if profile.rank == rank else self._moved(group, rank)
-        return self._in_view(axis_of(self._axes, group), moved, rank) if self._missing else moved
+        """Translate ``group`` of a profile into the group of ``rank``, which follows that profile.
 
-    def _in_view(self, axis: str, group: Ranks, rank: int) -> Ranks:
-        unknown = self._missing.get((axis, rank))
-        return tuple(member for member in group if member not in unknown) if unknown else group
-
-    def group_views(self, profile: RankProfile, rank: int) -> Iterator[tuple[str, Ranks, Ranks]]:
-        """Yield (axis, group by the grid, group in the view of ``rank``) for each group in which it communicates."""
-        for group in self.groups_of[id(profile)]:
-            axis = axis_of(self._axes, group) if self._missing or len(group) < self._grid.size else "world"
-            if axis != "world":
-                moved = group if profile.rank == rank else self._moved(group, rank)
-                yield axis, moved, self._in_view(axis, moved, rank)
-        if self._missing and id(profile) in self._exchanging:
-            column = self._grid.group(Axis.PP, rank)
-            yield Axis.PP, column, self._in_view(Axis.PP, column, rank)
-
-    def can_reach(self, rank: int, peer: int) -> bool:
-        """Return True if ``peer`` exists in the view of ``rank``, so that they can exchange messages."""
-        return peer not in self._missing.get((Axis.PP, rank), ())
-
-    def _moved(self, group: Ranks, rank: int) -> Ranks:
-        """Return ``group`` moved along dp and tp so that it contains ``rank``; its pipeline ranks stay."""
-        if len(group) == self._grid.size:
+        The group is moved along dp and tp so that it contains ``rank``; its pipeline ranks stay.
+        """
+        if profile.rank == rank or len(group) == self._grid.size:
             return group
         if group not in self._extents:
             self._extents[group] = _extent(self._grid, group)
         extent, at = self._extents[group], self._grid.coordinates(rank)
-        dp_shift = at.dp_rank
+        first_dp = at.dp_rank
         if extent.dp_step:  # back to the first member
-            dp_shift -= at.dp_rank // extent.dp_step % extent.num_dp * extent.dp_step
-        key = (group, at._replace(dp_rank=dp_shift, tp_rank=0 if extent.along_tp else at.tp_rank))
+            first_dp -= at.dp_rank // extent.dp_step % extent.num_dp * extent.dp_step
+        key = (group, replace(at, dp_rank=first_dp, tp_rank=0 if extent.along_tp else at.tp_rank))
         if key not in self._moved_groups:
             self._moved_groups[key] = tuple(
                 self._grid.rank(
                     Coordinates(
-                        member.pp_rank,
-                        member.dp_rank - extent.first_dp + dp_shift,
-                        member.tp_rank if extent.along_tp else at.tp_rank,
+                        pp_rank=member.pp_rank,
+                        dp_rank=member.dp_rank - extent.first_dp + first_dp,
+                        tp_rank=member.tp_rank if extent.along_tp else at.tp_rank,
                     )
                 )
                 for member in extent.members
@@ -127,14 +101,20 @@ class GroupViews:
         return self._moved_groups[key]
 
     def crosses_stages(self, group: Ranks) -> bool:
-        """Return True if the group spans several pipeline ranks, which follow different profiles."""
-        return len({member // (self._grid.dp * self._grid.tp) for member in (group[0], group[-1])}) > 1
+        """Return True if the group spans several pipeline ranks,
+        which follow different profiles.
+        """
+        return (
+            len({member // (self._grid.dp * self._grid.tp) for member in (group[0], group[-1])}) > 1
+        )
 
     def peer(self, record: CommunicationRecord, rank: int) -> int:
         """Return the rank at the other end of a message."""
         assert record.call.peer is not None
         at = self._grid.coordinates(rank)
-        return self._grid.rank(at._replace(pp_rank=self._grid.coordinates(record.call.peer).pp_rank))
+        return self._grid.rank(
+            replace(at, pp_rank=self._grid.coordinates(record.call.peer).pp_rank)
+        )
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -1,27 +1,30 @@
-"""CUDA kernels whose saved tensors differ from those of a CPU, for fake tensors on CPU that stand for a run on GPUs.
+"""CUDA kernels whose saved tensors differ from those of a CPU,
+for fake tensors on CPU that stand for a run on GPUs.
 
-torch computes an RMSNorm on CPU by five operations, which keep four tensors of its input's size, two of them in
-float32. On CUDA one kernel keeps the input and one number per row: a difference of 17 % of a Llama-3-8B rank's peak.
+torch computes an RMSNorm on CPU by five operations, which keep four tensors of its input's size,
+two of them in float32. On CUDA one kernel keeps the input and one number per row: a difference of
+17 % of a Llama-3-8B rank's peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig
+from meshwright.config import Train
 from meshwright.kernels import treat_cpu_as
 from meshwright.model.meter import reference
-from meshwright_plan.planner.kernels import stand_for
+from meshwright_plan.planner.kernels import FusedNorm, stand_for
 
 
-def kernels_of(config: RunConfig, device: str, layers: nn.Module) -> AbstractContextManager[None]:
-    """Return :func:`as_on_cuda` if fake tensors on CPU stand for a run on GPUs, else a null context."""
-    is_for_gpus = reference(config.train.device, config.train.dtype).fused
+def kernels_of(train: Train, device: str, layers: nn.Module) -> AbstractContextManager[None]:
+    """Return :func:`as_on_cuda` if fake tensors on CPU stand for a run on GPUs,
+    else a null context.
+    """
+    is_for_gpus = reference(train.device, train.dtype).fused
     stand_for("cuda" if is_for_gpus else "", layers)
     return as_on_cuda() if device == "cpu" and is_for_gpus else nullcontext()
 
@@ -30,7 +33,8 @@ def kernels_of(config: RunConfig, device: str, layers: nn.Module) -> AbstractCon
 def as_on_cuda() -> Iterator[None]:
     """Give fake CPU tensors CUDA's kernels, chunk sizes and saved tensors inside the context.
 
-    ``torch.rms_norm`` is replaced, because a TorchFunctionMode is not active in ``backward``, where recompute runs.
+    ``torch.rms_norm`` is replaced, because a TorchFunctionMode is not active in ``backward``, where
+    recompute runs.
     """
     torch.rms_norm = _rms_norm  # type: ignore[assignment]
     try:
@@ -44,25 +48,13 @@ _torch_rms_norm = torch.rms_norm
 
 
 def _rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:
-        return _torch_rms_norm(input, normalized_shape, weight, eps)  # CUDA has no kernel for two dtypes either
-    output: Tensor = _FusedNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
+        # CUDA has no kernel for two dtypes either
+        return _torch_rms_norm(input, normalized_shape, weight, eps)
+    output: Tensor = FusedNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return output
-
-
-class _FusedNorm(torch.autograd.Function):
-    """``aten::_fused_rms_norm`` and its backward by shapes: x (..., normalised), weight (normalised) or None."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
-        rows = (*x.shape[: x.dim() - num_dims], *[1] * num_dims)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=dtype))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight)

@@ -1,12 +1,13 @@
-"""Profile of a rank for many micro-batches, from a dry run with few: the steady part of its row is repeated.
+"""Profile of a rank for many micro-batches, from a dry run with few:
+the steady part of its row is repeated.
 
     recorded, 6 micro-batches    F0 B0 | F1 B1 | F2 B2 | F3 B3 | F4 B4  F5 B5  REDUCE STEP
     equal up to micro-batch numbers      = = = = = = = = = = =
     lengthened, 32               F0 B0 | F1 B1 | F2 B2 ...  (27 of them)  F30 B30  F31 B31  REDUCE STEP
 
-Activities and their communication must repeat, and their peaks must grow by the same few bytes per period: scalars such
-as the losses are kept until the end of a step. This is used where storages outlive their micro-batch (ZeRO-2, ZeRO-3),
-which templates cannot express.
+Activities and their communication must repeat, and their peaks must grow by the same few bytes per
+period: scalars such as the losses are kept until the end of a step. This is used where storages
+outlive their micro-batch (ZeRO-2, ZeRO-3), which templates cannot express.
 """
 
 from __future__ import annotations
@@ -35,22 +36,29 @@ class _Moment(NamedTuple):
 
     def shifted(self, by: int, growth: int) -> _Moment:
         """Return the same moment ``by`` micro-batches later, with ``growth`` more bytes."""
-        return self._replace(activity=_shifted(self.activity, by), num_bytes=self.num_bytes + growth)
+        return self._replace(
+            activity=_shifted(self.activity, by), num_bytes=self.num_bytes + growth
+        )
 
 
 def few_chunks(schedule: Schedule) -> int:
-    """Return a number of micro-batches in which the middle of every row repeats; interleaved rows keep chunks mod pp.
+    """Return a number of micro-batches in which the middle of every row repeats;
+    interleaved rows keep chunks mod pp.
 
     The first micro-batches of a rank fill its pipeline, and up to 2 pp sends in flight.
     """
     pp, chunks = schedule.pp, schedule.chunks
     if pp == 1:
         return 2 * REPEATS
-    return 4 * pp + 2 * REPEATS + 2 if period(schedule) == 1 else (4 + 2 * REPEATS) * pp + chunks % pp
+    return (
+        4 * pp + 2 * REPEATS + 2 if period(schedule) == 1 else (4 + 2 * REPEATS) * pp + chunks % pp
+    )
 
 
 def period(schedule: Schedule) -> int:
-    """Return the number of micro-batches after which a row repeats: pp with several stages per rank, else 1."""
+    """Return the number of micro-batches after which a row repeats:
+    pp with several stages per rank, else 1.
+    """
     return schedule.pp if schedule.interleave > 1 else 1
 
 
@@ -58,17 +66,24 @@ def lengthen(short: RankProfile, schedule: Schedule, more: int) -> RankProfile:
     """Return the profile with ``more`` micro-batches, as in the row of the full ``schedule``.
 
     Raises:
-        ReplayError: the middle of the row does not repeat, or the result is not the row of the schedule.
+        ReplayError: the middle of the row does not repeat, or the result is not the row of the
+            schedule.
     """
     moments, step = _moments(short), period(schedule)
     start, length, growth = _period(moments, step)
     if more % step:
         raise ReplayError(f"{more} more micro-batches are not a multiple of {step}")
     times, end = more // step, start + length
-    inserted = [m.shifted(step * n, growth * n) for n in range(1, times + 1) for m in moments[start:end]]
+    inserted = [
+        m.shifted(step * n, growth * n) for n in range(1, times + 1) for m in moments[start:end]
+    ]
     whole = [*moments[:end], *inserted, *(m.shifted(more, growth * times) for m in moments[end:])]
-    computed = [m.activity for m in whole if isinstance(m.activity, Action) and m.activity.kind in COMPUTE]
-    if computed != [action for _, action in schedule.actions(short.pp_rank) if action.kind in COMPUTE]:
+    computed = [
+        m.activity for m in whole if isinstance(m.activity, Action) and m.activity.kind in COMPUTE
+    ]
+    if computed != [
+        action for _, action in schedule.actions(short.pp_rank) if action.kind in COMPUTE
+    ]:
         raise ReplayError("the repeated row is not that of the schedule")
     peak = max(whole, key=lambda moment: moment.num_bytes)
     added = peak.num_bytes - short.peak_bytes
@@ -96,7 +111,9 @@ def _moments(profile: RankProfile) -> list[_Moment]:
 
 
 def _period(moments: Sequence[_Moment], step: int) -> tuple[int, int, int]:
-    """Return the first moment of the repeated part, the number of moments in a period, and the bytes added by each."""
+    """Return the first moment of the repeated part, the number of moments in a period,
+    and the bytes added by each.
+    """
     names = [(str(moment.activity), moment.calls) for moment in moments]
     for start, moment in enumerate(moments):
         later = (str(_shifted(moment.activity, step)), moment.calls)
@@ -120,10 +137,16 @@ def _key(moment: _Moment) -> tuple[str, int, tuple[InterceptedOperation, ...]]:
 def _shifted(activity: Any, by: int) -> Any:
     """Return an activity of a later micro-batch; activities without one stay as they are."""
     if isinstance(activity, Action):
-        return activity if activity.microbatch is None else activity._replace(microbatch=activity.microbatch + by)
+        return (
+            activity
+            if activity.microbatch is None
+            else activity._replace(microbatch=activity.microbatch + by)
+        )
     if isinstance(activity, tuple):  # messages that are posted together
         return type(activity)(
-            message._replace(action=_shifted(message.action, by), key=(*message.key[:2], message.key[2] + by))
+            message._replace(
+                action=_shifted(message.action, by), key=(*message.key[:2], message.key[2] + by)
+            )
             for message in activity
         )
     return activity

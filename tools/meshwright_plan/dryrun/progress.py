@@ -13,7 +13,9 @@ EVERY_S = 10.0
 
 
 class ReportingRecorder(StepRecorder):  # type: ignore[no-untyped-call]
-    """Recorder of a step that reports its activity every few seconds, so that a long run is not silent."""
+    """Recorder of a step that reports its activity every few seconds,
+    so that a long run is not silent.
+    """
 
     def __init__(self, report: Callable[[str], None], pp_rank: int, pp: int) -> None:
         """Start the clock; ``report`` receives the lines."""

@@ -1,4 +1,5 @@
-"""Profile of one rank in a step, from a recorder: peak memory by category, the peak of each action, communication.
+"""Profile of one rank in a step, from a recorder: peak memory by category, the peak of each action,
+communication.
 
 Category of a storage, by the first rule that holds:
 
@@ -71,10 +72,14 @@ class RankProfile:
     at_rest: dict[Category, int]
     """Live bytes before the step, by category."""
     host_bytes: int
-    """Bytes at the peak that ``parallel.offload`` keeps in host memory; not part of ``peak_bytes``."""
+    """Bytes at the peak that ``parallel.offload`` keeps in host memory;
+    not part of ``peak_bytes``.
+    """
     offloaded_bytes: int
-    """Largest number of bytes of saved tensors that ``pipeline.offload_activations`` keeps in host memory. On CUDA a
-    layer's block of pinned memory is rounded up to a power of two, which is not counted."""
+    """Largest number of bytes of saved tensors that ``pipeline.offload_activations`` keeps in host
+    memory. On CUDA a layer's block of pinned memory is rounded up to a power of two, which is not
+    counted.
+    """
     both_bytes: int
     """Largest number of live bytes on device and host together."""
     communication: list[CommunicationRecord] = field(default_factory=list)
@@ -98,7 +103,9 @@ def build_profile(
         host_categories: Those of the categories that are in host memory, outside the device's peak.
     """
     last = recorder.now
-    starts = [start for start in recorder.activities if start.at >= first] or [ActivityStart(first, "nothing")]
+    starts = [start for start in recorder.activities if start.at >= first] or [
+        ActivityStart(first, "nothing")
+    ]
     on_host = {number for number, role in roles.items() if role in host_categories}
     every = [life for life in recorder.lives if life.died >= first]
     lives = [life for life in every if life.number not in recorder.on_host]
@@ -110,7 +117,11 @@ def build_profile(
     current = next((start for start, end in spans if start.at <= at <= end), starts[0])
     messages = (record for record in recorder.communication if record.call.peer is not None)
     sent = {number for record in messages for number in record.storages}
-    resized = {number for number, num_lives in Counter(life.number for life in lives).items() if num_lives > 1}
+    resized = {
+        number
+        for number, num_lives in Counter(life.number for life in lives).items()
+        if num_lives > 1
+    }
 
     def held(moment: int) -> dict[Category, int]:
         num_bytes: Counter[Category] = Counter()
@@ -139,7 +150,10 @@ def build_profile(
         max(live_bytes(saved, first, last)),
         max(live_bytes(every, first, last)) if on_host or saved else live[at - first],
         communication,
-        [Peak(start.activity, max(live[start.at - first : end + 1 - first])) for start, end in spans],
+        [
+            Peak(start.activity, max(live[start.at - first : end + 1 - first]))
+            for start, end in spans
+        ],
     )
 
 

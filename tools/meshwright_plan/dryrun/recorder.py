@@ -4,8 +4,8 @@
     storage  a     |-----------|              its release; live bytes after operation t are those of all alive at t
     storage  b         |-------------->       resized: one life ends, another begins with the new size
 
-It records real tensors, and fake ones, whose storages have a size and no memory. Recording an operation takes a few
-microseconds; all figures are computed from the records afterwards.
+It records real tensors, and fake ones, whose storages have a size and no memory. Recording an
+operation takes a few microseconds; all figures are computed from the records afterwards.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class RecordedCommunication(NamedTuple):
 
 
 class ActivityStart(NamedTuple):
-    """Start of an activity of the rank (an action, messages, a text); it takes an operation number of its own."""
+    """Start of an activity of the rank (an action, messages, a text);
+    it takes an operation number of its own.
+    """
 
     at: int
     activity: object
@@ -78,7 +80,8 @@ class StepRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self._interceptor = OperationInterceptor()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # autograd queries the device often; a fake tensor must not report its inner meta
+        # autograd queries the device often; a fake tensor must not report its inner meta
+        if func is _DEVICE:
             device = getattr(args[0], "fake_device", None)
             return func(*args) if device is None else device
         if is_on_dtensor(types):
@@ -129,7 +132,9 @@ class StepRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         return self._storages.next_number()
 
     def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage; a storage not recorded before is recorded now."""
+        """Return the number of a tensor's storage;
+        a storage not recorded before is recorded now.
+        """
         number = self._storages.find(tensor)
         if number is None:
             number = self._storages.add(tensor)

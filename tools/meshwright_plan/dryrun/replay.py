@@ -1,13 +1,16 @@
-"""Replay of a step from templates, in the full schedule row of any pipeline rank with an equal stage.
+"""Replay of a step from templates, in the full schedule row of any pipeline rank
+with an equal stage.
 
-The real executor runs the rank's own row and posts its messages over the fake transport. A stage's storage lifetimes
-and collectives come from the templates of :mod:`meshwright_plan.dryrun.templates`.
+The real executor runs the rank's own row and posts its messages over the fake transport. A stage's
+storage lifetimes and collectives come from the templates of
+:mod:`meshwright_plan.dryrun.templates`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.blueprint import Blueprint
-from meshwright.config import RunConfig, batch_numbers
+from meshwright.config import batch_numbers
 from meshwright.mesh import Grid
 from meshwright.mesh.fake import fake_mesh
 from meshwright.pipeline.executor import Executor
@@ -26,7 +29,13 @@ from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.analysis import links_of
 from meshwright_plan.dryrun.fake_step import FakeSource, SharedBlueprint, grid_of
 from meshwright_plan.dryrun.rank_profile import RankProfile, build_profile
-from meshwright_plan.dryrun.recorder import ALIVE, ActivityStart, RecordedCommunication, StepRecorder, StorageLife
+from meshwright_plan.dryrun.recorder import (
+    ALIVE,
+    ActivityStart,
+    RecordedCommunication,
+    StepRecorder,
+    StorageLife,
+)
 from meshwright_plan.dryrun.templates import ReplayError, Template, Templates, key_of, roles_of
 
 PRIVATE_TORCH = {
@@ -39,15 +48,26 @@ class TemplatePlayer:
     """Player of one rank's templates; it writes lifetimes and collectives into a recorder."""
 
     def __init__(
-        self, templates: Templates, recorder: StepRecorder, grid: Grid, pp_rank: int, schedule: Schedule
+        self,
+        templates: Templates,
+        recorder: StepRecorder,
+        grid: Grid,
+        pp_rank: int,
+        schedule: Schedule,
     ) -> None:
         self.templates, self.recorder = templates, recorder
         self._grid, self._pp_rank = grid, pp_rank
         self.stages, self._roles = schedule.stages_of(pp_rank), roles_of(schedule, pp_rank)
-        self._same: dict[tuple[Kind | None, int, int | None], list[tuple[StorageLife, int]]] = defaultdict(list)
-        """(kind, stage position, micro-batch) -> lives that this action ends, each with its operation offset."""
+        self._same: dict[tuple[Kind | None, int, int | None], list[tuple[StorageLife, int]]] = (
+            defaultdict(list)
+        )
+        """(kind, stage position, micro-batch) -> lives that this action ends,
+        each with its operation offset.
+        """
         self._later: dict[tuple[Kind, int], list[list[Any]]] = defaultdict(list)
-        """(kind, stage position) -> [number of such actions until then, life that it ends, offset]."""
+        """(kind, stage position) -> [number of such actions until then, life that it ends,
+        offset].
+        """
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
         for life, release, position in templates.before:
             fresh = StorageLife(life.number, life.num_bytes, 0, 0)
@@ -59,7 +79,8 @@ class TemplatePlayer:
         """Return the template of an action.
 
         Raises:
-            ReplayError: the short run has no such action, for example where only some backwards are split.
+            ReplayError: the short run has no such action, for example where only some backwards are
+                split.
         """
         key = key_of(action, self.stages, self._roles)
         if key not in self.templates.by_key:
@@ -91,7 +112,12 @@ class TemplatePlayer:
         numbers: dict[int, int] = defaultdict(recorder.next_number)
         for storage in template.storages:
             release = storage.release
-            life = StorageLife(numbers[storage.number], storage.num_bytes, start + storage.born, start + storage.born)
+            life = StorageLife(
+                numbers[storage.number],
+                storage.num_bytes,
+                start + storage.born,
+                start + storage.born,
+            )
             recorder.lives.append(life)
             if release.kind is None:
                 continue
@@ -133,7 +159,9 @@ class TemplatePlayer:
             grid = self._grid
             at = [grid.coordinates(rank) for rank in ranks]
             if len({each.pp_rank for each in at}) == 1:
-                self._groups[ranks] = tuple(grid.rank(each._replace(pp_rank=self._pp_rank)) for each in at)
+                self._groups[ranks] = tuple(
+                    grid.rank(replace(each, pp_rank=self._pp_rank)) for each in at
+                )
             else:
                 self._groups[ranks] = ranks
         return self._groups[ranks]
@@ -142,7 +170,9 @@ class TemplatePlayer:
 class ReplayedStage:
     """Stage for the executor that plays templates instead of computing."""
 
-    def __init__(self, player: TemplatePlayer, index: int, spec: tuple[ValueSpec | None, ValueSpec | None]) -> None:
+    def __init__(
+        self, player: TemplatePlayer, index: int, spec: tuple[ValueSpec | None, ValueSpec | None]
+    ) -> None:
         self._player, self.index = player, index
         self.input_spec, self.output_spec = spec
         self._held: dict[tuple[int, Kind], list[tuple[int, Tensor]]] = defaultdict(list)
@@ -158,13 +188,20 @@ class ReplayedStage:
         """True if the stage computes the loss."""
         return self.output_spec is None
 
-    def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
-        """Play the forward; return the stage's output tensors, or a loss without a value on the last stage."""
+    def forward(
+        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+    ) -> list[Tensor] | LossPart:
+        """Play the forward; return the stage's output tensors,
+        or a loss without a value on the last stage.
+        """
         received = [*tree_leaves(inputs), *([] if labels is None else [labels])]
         action = Action(Kind.F, self.index, microbatch)
         template = self._player.template(action)
         specs = self.output_spec.leaves if self.output_spec is not None else ()
-        new_specs = [None if index >= 0 else spec for spec, index in zip(specs, template.output_sources, strict=True)]
+        new_specs = [
+            None if index >= 0 else spec
+            for spec, index in zip(specs, template.output_sources, strict=True)
+        ]
         created = self._player.play(action, new_specs)
         outputs = [
             received[index] if tensor is None else tensor
@@ -174,17 +211,25 @@ class ReplayedStage:
         for tensor, kept in zip(outputs, template.outputs_kept, strict=True):
             if kept:  # held until the end of its backward
                 self._held[microbatch, Kind.B].append((ALIVE, tensor))
-        return LossPart(torch.empty((), device="meta"), torch.empty((), device="meta")) if self.is_last else outputs
+        return (
+            LossPart(torch.empty((), device="meta"), torch.empty((), device="meta"))
+            if self.is_last
+            else outputs
+        )
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Play the whole backward; return the gradients of the stage's inputs."""
         return self._backward(Kind.B, microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Play the input-gradient half of the backward; return the gradients of the stage's inputs."""
+        """Play the input-gradient half of the backward;
+        return the gradients of the stage's inputs.
+        """
         return self._backward(Kind.I, microbatch, gradients)
 
-    def _backward(self, kind: Kind, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
+    def _backward(
+        self, kind: Kind, microbatch: int, gradients: list[Tensor] | None
+    ) -> list[Tensor]:
         specs = self.input_spec.with_gradient if self.input_spec is not None else ()
         action = Action(kind, self.index, microbatch)
         self._hold(action, gradients or [])
@@ -193,12 +238,16 @@ class ReplayedStage:
 
     def backward_weight(self, microbatch: int) -> None:
         """Play the weight-gradient half of the backward."""
-        self._player.play(Action(Kind.W, self.index, microbatch), releases=self._releases(microbatch, Kind.W))
+        self._player.play(
+            Action(Kind.W, self.index, microbatch), releases=self._releases(microbatch, Kind.W)
+        )
 
     def _hold(self, action: Action, received: Sequence[Tensor]) -> None:
         """Hold received tensors until the later action of their micro-batch that releases them."""
         assert action.microbatch is not None
-        for tensor, release in zip(received, self._player.template(action).input_releases, strict=True):
+        for tensor, release in zip(
+            received, self._player.template(action).input_releases, strict=True
+        ):
             if release.kind is not None and release.kind is not action.kind:
                 self._held[action.microbatch, release.kind].append((release.offset, tensor))
 
@@ -218,13 +267,15 @@ class ReplayedReplica:
     def __init__(self, player: TemplatePlayer, index: int) -> None:
         self._player, self._index = player, index
 
-    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
+    def reduce_during_backward(
+        self, awaited: Set[Tensor] | None = None, *, last: bool = True
+    ) -> None:
         """Skip: the template of the backward contains its reductions."""
 
-    def end_reducing(self) -> None:
-        """Skip, as in :meth:`begin_reducing`."""
+    def reduce_remaining(self) -> None:
+        """Skip, as in :meth:`reduce_during_backward`."""
 
-    def finish_reduce(self) -> None:
+    def finish_reduction(self) -> None:
         """Play REDUCE."""
         self._player.play(Action(Kind.REDUCE, self._index))
 
@@ -232,24 +283,27 @@ class ReplayedReplica:
 class _Feed:
     """Feed of a step with samples of the right shape."""
 
-    def __init__(self, blueprint: Blueprint, config: RunConfig) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
         self._source, self._cut = FakeSource(blueprint.example), blueprint.cut
-        self._size = batch_numbers(config).micro_batch_size
+        self._size = batch_numbers(blueprint.config.batch).micro_batch_size
 
     def microbatch(self, m: int) -> Microbatch:
         inputs, labels = self._source.read(range(self._size))
         tokens = self._cut.tokens_of(inputs, torch.device("cpu"))
-        return Microbatch(inputs, self._cut.take_labels(labels, tokens), self.sample_indices(m), tokens)
+        return Microbatch(
+            inputs, self._cut.take_labels(labels, tokens), self.sample_indices(m), tokens
+        )
 
     def sample_indices(self, m: int) -> Tensor:
         return torch.zeros(self._size, dtype=torch.int64)
 
 
 def replay(
-    templates: Templates, config: RunConfig, rank: int, shared: SharedBlueprint, schedule: Schedule
+    templates: Templates, rank: int, shared: SharedBlueprint, schedule: Schedule
 ) -> RankProfile:
     """Replay one step of ``rank``, whose stages must equal those of the templates."""
-    grid, blueprint = grid_of(config), shared.blueprint
+    blueprint = shared.blueprint
+    grid = grid_of(blueprint.config.parallel)
     recorder = StepRecorder(1 + max(life.number for life in templates.run.recorder.lives))
     with fake_mesh(grid, rank, recorder.begin_activity) as mesh:
         links = mesh.open_links(links_of([schedule]))
@@ -266,8 +320,18 @@ def replay(
                 )
                 for index in schedule.stages_of(mesh.at.pp_rank)
             }
-            replicas = {index: ReplayedReplica(player, index) for index in stages}
+            replicas: Mapping[int, Any] = {
+                index: ReplayedReplica(player, index) for index in stages
+            }
             executor = Executor(schedule, links, dict(stages), mesh.device, replicas=replicas)
-            executor.run(_Feed(blueprint, config), lambda result: player.play(Action(Kind.STEP)))
+            with executor.until_step(_Feed(blueprint)):
+                player.play(Action(Kind.STEP))
             recorder.activities.insert(0, ActivityStart(0, "before"))
-            return build_profile(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.host_categories)
+            return build_profile(
+                recorder,
+                rank,
+                mesh.at.pp_rank,
+                0,
+                templates.run.roles,
+                templates.run.host_categories,
+            )

@@ -44,10 +44,13 @@ class WireTraffic(NamedTuple):
     between: float
 
 
-def wire_bytes(job: Job, views: GroupViews, profile: RankProfile, nodes: Sequence[str]) -> dict[str, WireTraffic]:
+def wire_bytes(
+    job: Job, views: GroupViews, profile: RankProfile, nodes: Sequence[str]
+) -> dict[str, WireTraffic]:
     """Return the bytes that a rank sends, by axis: the mean of all ranks of its pipeline rank.
 
-    A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
+    A ring visits its group in order, so the share of bytes between nodes is the share of ring links
+    between nodes.
     """
     num_bytes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     crossing: dict[tuple[int, ...], float] = {}
@@ -71,57 +74,87 @@ def wire_bytes(job: Job, views: GroupViews, profile: RankProfile, nodes: Sequenc
 
     for _, call in profile.communication:
         share = share_between(call.group if call.peer is None else (), call.peer)
-        both = num_bytes[axis_of(job.grid, call.group, to_peer=call.peer is not None, name=call.name)]
+        both = num_bytes[
+            axis_of(job.grid, call.group, to_peer=call.peer is not None, name=call.name)
+        ]
         both[0] += call.wire_bytes * (1 - share)
         both[1] += call.wire_bytes * share
     return {axis: WireTraffic(*both) for axis, both in num_bytes.items()}
 
 
 def simulate_schedule(job: Job) -> Timeline:
-    """Simulate the schedule, with stage times from the costs of their layers; messages take no time.
+    """Simulate the schedule, with stage times from the costs of their layers;
+    messages take no time.
 
     Costs are times on the reference device of :mod:`meshwright.pipeline.plan.costs`.
     """
-    costs = stage_costs(job.blueprint.layer_costs, job.blueprint.stages, least_s=1e-9)  # each span has a length
+    costs = stage_costs(
+        job.blueprint.layer_costs, job.blueprint.stages, least_s=1e-9
+    )  # each span has a length
     return simulate(job.blueprint.schedule, costs)
 
 
 def busy_shares(timeline: Timeline) -> list[float]:
-    """Return, for each pipeline rank, the share of compute in the time from the first forward to the last backward."""
+    """Return, for each pipeline rank, the share of compute in the time from the first forward
+    to the last backward.
+    """
     computed = [span for span in timeline.spans if span.action.kind in COMPUTE]
     total = max(span.end for span in computed) - min(span.start for span in computed)
-    return [sum(span.end - span.start for span in computed if span.rank == rank) / total for rank in timeline.ranks]
+    return [
+        sum(span.end - span.start for span in computed if span.rank == rank) / total
+        for rank in timeline.ranks
+    ]
 
 
 def flops_of(job: Job, pp_rank: int) -> float:
-    """Return the FLOPs of one rank in a step, recomputation included, divided evenly over cp and tp.
+    """Return the FLOPs of one rank in a step, recomputation included,
+    divided evenly over cp and tp.
 
-    Newton-Schulz iterations of Muon are counted on the rank that takes most of them (its matrices' busiest home).
+    Newton-Schulz iterations are counted on the rank that takes most of them (its matrices'
+    busiest home).
     """
     stages = job.blueprint.schedule.stages_of(pp_rank)
-    costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
+    costs = [
+        job.blueprint.layer_costs[index]
+        for stage in stages
+        for index in job.blueprint.stages[stage]
+    ]
     flops = sum(cost.forward.flops + cost.backward.flops for cost in costs)
-    products = flops * batch_numbers(job.config).chunks / (job.grid.tp * job.grid.cp)
-    return products + newton_schulz_flops(job.config, matrices_of_rank(job.blueprint, pp_rank))
+    products = flops * batch_numbers(job.config.batch).chunks / (job.grid.tp * job.grid.cp)
+    return products + newton_schulz_flops(
+        job.config.parallel, job.config.optimizer, matrices_of_rank(job.blueprint, pp_rank)
+    )
 
 
 def num_parameters(job: Job, pp_rank: int) -> int:
-    """Return the number of parameter elements of a rank's stages, on one tp rank; ZeRO does not reduce it."""
+    """Return the number of parameter elements of a rank's stages, on one tp rank;
+    ZeRO does not reduce it.
+    """
     stages = job.blueprint.schedule.stages_of(pp_rank)
-    return sum(parameter.numel() for stage in stages for parameter in job.blueprint.stage_layers(stage).parameters())
+    return sum(
+        parameter.numel()
+        for stage in stages
+        for parameter in job.blueprint.stage_layers(stage).parameters()
+    )
 
 
 def runs_out_of_memory(job: Job, time: StepTimeEstimate | None) -> bool:
-    """Return True if the fullest rank needs more than the memory of the device that ``time`` is for."""
+    """Return True if the fullest rank needs more than the memory of the device
+    that ``time`` is for.
+    """
     return time is not None and max(each.peak_bytes for each in job.profiles) > time.memory_bytes
 
 
 def describe(
-    job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time: StepTimeEstimate | None = None
+    job: Job,
+    nodes: Sequence[str],
+    found: Sequence[Disagreement],
+    time: StepTimeEstimate | None = None,
 ) -> str:
     """Return the whole report as text.
 
-    ``time`` adds seconds and MFU. Without it, the bubble is simulated from the layers' costs on a reference device.
+    ``time`` adds seconds and MFU. Without it, the bubble is simulated from the layers' costs on a
+    reference device.
     """
     grid, blueprint = job.grid, job.blueprint
     timeline = simulate_schedule(job) if time is None else time.timeline
@@ -129,32 +162,57 @@ def describe(
     host = max(each.host_bytes + each.offloaded_bytes for each in job.profiles)
     memory, traffic = _memory_rows(job), _traffic_rows(job, nodes, busy_shares(timeline))
     lines = [
-        f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on {grid} = "
-        f"{format_number_of(grid.size, 'rank')} on {format_number_of(len(set(nodes)), 'node')}",
-        f"{blueprint.schedule.name}, {format_number_of(batch_numbers(job.config).chunks, 'micro-batch')}; "
-        f"{format_number_of(len(set(job.representatives)), 'kind')} of pipeline ranks run; "
-        f"each line holds for {format_number_of(grid.num_replicas * grid.tp, 'rank')}",
+        (
+            f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on {grid} = "
+            f"{format_number_of(grid.size, 'rank')} on {format_number_of(len(set(nodes)), 'node')}"
+        ),
+        (
+            f"{blueprint.schedule.name},"
+            f" {format_number_of(batch_numbers(job.config.batch).chunks, 'micro-batch')};"
+            f" {format_number_of(len(set(job.representatives)), 'kind')} of pipeline ranks run;"
+            f" each line holds for {format_number_of(grid.num_replicas * grid.tp, 'rank')}"
+        ),
         "",
         "memory of a rank at its peak, and the rank's activity at that time",
         *format_table(memory, "<<>>>>>>>>"),
         "",
-        "what a rank computes in a step, and puts on the wire by axis: inside its node, and between nodes",
+        (
+            "what a rank computes in a step, and puts on the wire by axis: inside its node, and"
+            " between nodes"
+        ),
         *format_table(traffic, "<" + ">" * (len(traffic[0]) - 1)),
         "",
-        f"most memory  {format_size(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
+        f"most memory  {format_size(most.peak_bytes)} on pipeline rank {most.pp_rank}, in"
+        f" {most.peak_in}"
         + (f"; and {format_size(host)} of the host's" if host else "")
         + (_overflow(time) if time is not None and runs_out_of_memory(job, time) else ""),
         f"bubble       {bubble_share(timeline):.1%} of the time"
-        + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
+        + (
+            ""
+            if time is not None
+            else ", by the schedule and the layers' shares of time; messages cost nothing"
+        ),
     ]
     if time is not None:
-        lines.append(f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for {time.device}")
+        lines.append(
+            f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for"
+            f" {time.device}"
+        )
     if found:
-        return "\n".join([*lines, f"all ranks    DO NOT AGREE: {len(found)} found", *(f"  {each}" for each in found)])
+        return "\n".join(
+            [
+                *lines,
+                f"all ranks    DO NOT AGREE: {len(found)} found",
+                *(f"  {each}" for each in found),
+            ]
+        )
     lines += [
         "all ranks    agree",
-        "  every group has the same members on all of its ranks, all of them issue the same collectives in one order,",
-        "  each send has a matching receive, and no rank blocks forever",
+        (
+            "  all ranks of a group issue the same collectives in one order, each send has a"
+            " matching receive,"
+        ),
+        "  and no rank blocks forever",
     ]
     return "\n".join(lines)
 
@@ -162,7 +220,9 @@ def describe(
 def _memory_rows(job: Job) -> list[tuple[str, ...]]:
     """Format one row of memory per pipeline rank, below a header."""
     main = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS)
-    rows: list[tuple[str, ...]] = [("pp", "layers", "parameters", "peak", "in", *map(str, main), "rest")]
+    rows: list[tuple[str, ...]] = [
+        ("pp", "layers", "parameters", "peak", "in", *map(str, main), "rest")
+    ]
     for pp_rank, profile in enumerate(job.profiles):
         sizes = [profile.held.get(category, 0) for category in main]
         stages = job.blueprint.schedule.stages_of(pp_rank)
@@ -182,7 +242,9 @@ def _memory_rows(job: Job) -> list[tuple[str, ...]]:
 
 
 def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list[tuple[str, ...]]:
-    """Format one row of FLOPs and bytes on the wire per pipeline rank, below a header; unused axes have no column."""
+    """Format one row of FLOPs and bytes on the wire per pipeline rank, below a header;
+    unused axes have no column.
+    """
     views = GroupViews(job)
     on_wire = [wire_bytes(job, views, profile, nodes) for profile in job.profiles]
     columns = {}
@@ -201,7 +263,9 @@ def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list
 def _overflow(time: StepTimeEstimate) -> str:
     room = format_size(time.memory_bytes)
     hint = "`plan` searches for layouts that fit"
-    return f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; {hint}"
+    return (
+        f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; {hint}"
+    )
 
 
 def flops_text(flops: float) -> str:
@@ -222,7 +286,9 @@ def figure(job: Job, time: StepTimeEstimate | None = None) -> Figure:
     picture = Figure(figsize=(13, max(3.0, 0.42 * job.grid.pp + 1.6)), layout="constrained")
     bars, schedule = picture.subplots(1, 2, sharey=True, width_ratios=[2, 3])
     left = [0.0] * job.grid.pp
-    shown = [category for category in Category if any(each.held.get(category) for each in job.profiles)]
+    shown = [
+        category for category in Category if any(each.held.get(category) for each in job.profiles)
+    ]
     for number, category in enumerate(shown):
         sizes = [each.held.get(category, 0) / GIB for each in job.profiles]
         bars.barh(range(job.grid.pp), sizes, left=left, color=f"C{number}", label=str(category))
@@ -237,7 +303,16 @@ def figure(job: Job, time: StepTimeEstimate | None = None) -> Figure:
             stages = job.blueprint.schedule.stages_of(span.rank)
             assert span.action.stage is not None
             colour = shade(span.action.kind, stages.index(span.action.stage), len(stages))
-            schedule.barh(span.rank, span.end - span.start, left=span.start, color=colour, edgecolor="white", lw=0.3)
+            schedule.barh(
+                span.rank,
+                span.end - span.start,
+                left=span.start,
+                color=colour,
+                edgecolor="white",
+                lw=0.3,
+            )
     schedule.set_xlabel("seconds" if time is not None else "time by the layers' shares")
-    picture.suptitle(f"{job.config.run.name}: {job.grid.size:,} ranks, {job.blueprint.schedule.name}")
+    picture.suptitle(
+        f"{job.config.run.name}: {job.grid.size:,} ranks, {job.blueprint.schedule.name}"
+    )
     return picture

@@ -4,8 +4,9 @@
     templates                      F                   first   inner   =   last    REDUCE  STEP
     replayed, 16                   3F0  3F1  {..}  3B0  3F2  {..}  3B1  ..         the rank's own row, by the executor
 
-All micro-batches must behave alike, except for the first and the last backward of a step; the two in the middle are
-compared. A template contains the lifetimes of the storages that an action makes, and its collectives.
+All micro-batches must behave alike, except for the first and the last backward of a step; the two
+in the middle are compared. A template contains the lifetimes of the storages that an action makes,
+and its collectives.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
 class ReplayError(Exception):
-    """Recording that cannot be extended: actions differ that should be equal. The message is the reason."""
+    """Recording that cannot be extended: actions differ that should be equal.
+    The message is the reason.
+    """
 
 
 class Release(NamedTuple):
-    """Release of a storage: ``offset`` operations into the ``times``-th later action of ``kind`` on the stage.
+    """Release of a storage: ``offset`` operations into the ``times``-th later action
+    of ``kind`` on the stage.
 
     ``times`` -1 means the action of that kind of the same micro-batch.
     """
@@ -69,11 +73,15 @@ class Template(NamedTuple):
 
 
 Key = tuple[Kind, int, str]
-"""Action kind, position among the rank's stages, and roles of the micro-batch's backwards (see :func:`roles_of`)."""
+"""Action kind, position among the rank's stages,
+and roles of the micro-batch's backwards (see :func:`roles_of`).
+"""
 
 
 def roles_of(schedule: Schedule, pp_rank: int) -> dict[tuple[int, int], str]:
-    """Return (stage, micro-batch) -> roles of its backwards among those of the stage: first, inner or last."""
+    """Return (stage, micro-batch) -> roles of its backwards among those of the stage: first,
+    inner or last.
+    """
     order: dict[tuple[Kind, int], list[int]] = defaultdict(list)
     for _, action in schedule.actions(pp_rank):
         if action.kind in _BACKWARDS and action.stage is not None and action.microbatch is not None:
@@ -81,7 +89,9 @@ def roles_of(schedule: Schedule, pp_rank: int) -> dict[tuple[int, int], str]:
     roles: dict[tuple[int, int], str] = defaultdict(str)
     for (kind, stage), microbatches in sorted(order.items()):
         for number, microbatch in enumerate(microbatches):
-            role = "first" if number == 0 else "last" if number == len(microbatches) - 1 else "inner"
+            role = (
+                "first" if number == 0 else "last" if number == len(microbatches) - 1 else "inner"
+            )
             roles[stage, microbatch] += f"{kind} {role} "
     return roles
 
@@ -98,7 +108,9 @@ class Templates(NamedTuple):
 
     by_key: dict[Key, Template]
     before: tuple[tuple[StorageLife, Release, int], ...]
-    """Storages from before the step: lifetime, release, and position of the stage whose action releases it."""
+    """Storages from before the step: lifetime, release,
+    and position of the stage whose action releases it.
+    """
     run: StepRecording
 
 
@@ -106,7 +118,8 @@ def build_templates(run: StepRecording, schedule: Schedule, pp_rank: int) -> Tem
     """Build the templates from a recording with :data:`CHUNKS` micro-batches.
 
     Raises:
-        ReplayError: two actions that should be equal differ, or no template can express when a storage is released.
+        ReplayError: two actions that should be equal differ, or no template can express when a
+            storage is released.
     """
     builder, stages, roles = _Builder(run), schedule.stages_of(pp_rank), roles_of(schedule, pp_rank)
     storages = builder.storages()
@@ -130,21 +143,31 @@ class _Builder:
         self.run, self.recorder = run, run.recorder
         starts = [start for start in self.recorder.activities if start.at > run.first]
         ends = [*(start.at for start in starts[1:]), self.recorder.now + 1]
-        self.spans = [(start.at, end, start.activity) for start, end in zip(starts, ends, strict=True)]
+        self.spans = [
+            (start.at, end, start.activity) for start, end in zip(starts, ends, strict=True)
+        ]
         self.places: dict[Action, tuple[int, int]] = {}
         """Action -> its first operation, and that of the next activity."""
         for start, end, action in self.spans:
-            if isinstance(action, Action) and action.kind in (Kind.F, *_BACKWARDS, Kind.REDUCE, Kind.STEP):
+            if isinstance(action, Action) and action.kind in (
+                Kind.F,
+                *_BACKWARDS,
+                Kind.REDUCE,
+                Kind.STEP,
+            ):
                 self.places[action] = (start, end)
         self.first_births = {life.number: life.born for life in reversed(self.recorder.lives)}
         self.last_deaths = {life.number: life.died for life in self.recorder.lives}
 
     def activity_at(self, moment: int) -> object:
         """Return the rank's activity at an operation."""
-        return next((activity for start, end, activity in self.spans if start <= moment < end), None)
+        return next(
+            (activity for start, end, activity in self.spans if start <= moment < end), None
+        )
 
     def release(self, life: StorageLife, maker: Action | None) -> tuple[Release, int | None]:
-        """Return the release of a storage that ``maker`` has made, and the stage of the releasing action.
+        """Return the release of a storage that ``maker`` has made,
+        and the stage of the releasing action.
 
         ``maker`` None: it was made before the step.
         """
@@ -155,18 +178,34 @@ class _Builder:
             raise ReplayError(f"a storage of {maker} is released in {releaser}")
         key, end = (releaser.kind, releaser.stage), self.places[releaser][0]
         offset = life.died - end
-        if maker is not None and (releaser.stage, releaser.microbatch) == (maker.stage, maker.microbatch):
+        if maker is not None and (releaser.stage, releaser.microbatch) == (
+            maker.stage,
+            maker.microbatch,
+        ):
             return Release(releaser.kind, -1, offset), releaser.stage
         if maker is not None and releaser.stage not in (maker.stage, None):
             raise ReplayError(f"a storage of {maker} is released in {releaser}")
         made = self.places[maker][0] if maker is not None else 0
-        starts = [start for action, (start, _) in self.places.items() if (action.kind, action.stage) == key]
-        return Release(releaser.kind, sum(made < start <= end for start in starts), offset), releaser.stage
+        starts = [
+            start
+            for action, (start, _) in self.places.items()
+            if (action.kind, action.stage) == key
+        ]
+        return (
+            Release(releaser.kind, sum(made < start <= end for start in starts), offset),
+            releaser.stage,
+        )
 
     def storages(self) -> dict[Action, list[TemplateStorage]]:
-        """Return the storages that each action has made, without a stage's inputs and outputs and sample indices."""
+        """Return the storages that each action has made,
+        without a stage's inputs and outputs and sample indices.
+        """
         tensors = self.run.stage_tensors.values()
-        excluded = {number for each in tensors for number in (*each.outputs, *each.inputs, *each.sample_indices)}
+        excluded = {
+            number
+            for each in tensors
+            for number in (*each.outputs, *each.inputs, *each.sample_indices)
+        }
         by_maker: dict[Action, list[TemplateStorage]] = defaultdict(list)
         numbers: dict[int, int] = {}
         for life in self.recorder.lives:
@@ -186,8 +225,16 @@ class _Builder:
         first_number = min((storage.number for storage in storages), default=0)
         return Template(
             end - start - 1,
-            tuple(sorted(storage._replace(number=storage.number - first_number) for storage in storages)),
-            tuple((each.at - start, each.call) for each in self.recorder.communication if start < each.at < end),
+            tuple(
+                sorted(
+                    storage._replace(number=storage.number - first_number) for storage in storages
+                )
+            ),
+            tuple(
+                (each.at - start, each.call)
+                for each in self.recorder.communication
+                if start < each.at < end
+            ),
             tuple(self.first_births[number] - start for number in tensors.outputs),
             tensors.outputs_kept,
             tuple(tensors.inputs.index(n) if n in tensors.inputs else -1 for n in tensors.outputs),
@@ -197,6 +244,10 @@ class _Builder:
     def _input_release(self, number: int, action: Action) -> Release:
         died = self.last_deaths[number]
         releaser = self.activity_at(died)
-        if isinstance(releaser, Action) and releaser in self.places and releaser.microbatch == action.microbatch:
+        if (
+            isinstance(releaser, Action)
+            and releaser in self.places
+            and releaser.microbatch == action.microbatch
+        ):
             return Release(releaser.kind, -1, died - self.places[releaser][0])
         return NEVER

@@ -1,4 +1,4 @@
-"""Points of curves: reduced for drawing, and as columns of numbers for the script of a page."""
+"""Points of curves as columns of numbers for the script of a page."""
 
 from __future__ import annotations
 
@@ -10,53 +10,39 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-MAX_POINTS = 600
-"""Largest number of drawn points of a curve. A longer one keeps the extremes of neighbours: no spike is lost."""
 MAX_ROWS = 800
-"""Largest number of rows of a curve's columns, if it has more than three times as many points. A row then has the mean,
-lowest and highest of neighbouring points."""
+"""Largest number of rows of a curve's columns, if it has more than three times as many points. A
+row then has the mean, lowest and highest of neighbouring points.
+"""
 
 Point = tuple[float, float]
 Column = str | list[float]
-"""Base64 of float32 values, little-endian; or [first, spacing, count] where all spacings are equal."""
+"""Base64 of float32 values, little-endian; or [first, spacing,
+count] where all spacings are equal.
+"""
 
 
 MAX_DRAWN, MIN_DRAWN = 1e100, 1e-100
-"""Largest and smallest value of a chart: sums, squares and ranges of such values neither overflow nor vanish."""
+"""Largest and smallest value of a chart: sums,
+squares and ranges of such values neither overflow nor vanish.
+"""
 
 
 def drawable(value: float) -> float:
-    """Return a value that a chart can draw: NaN, a gap, beyond ``MAX_DRAWN``; 0 below ``MIN_DRAWN``."""
+    """Return a value that a chart can draw: NaN, a gap, beyond ``MAX_DRAWN``;
+    0 below ``MIN_DRAWN``.
+    """
     size = abs(value)
     if not size <= MAX_DRAWN:
         return math.nan
     return float(value) if size >= MIN_DRAWN else 0.0
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """Reduce a curve to about ``MAX_POINTS`` points: the lowest and highest of neighbours, and all ends of gaps."""
-    if len(points) <= MAX_POINTS:
-        return list(points)
-    width = -(-2 * len(points) // MAX_POINTS)
-    thinned: list[Point] = [points[0]]
-    for first in range(0, len(points), width):
-        together = points[first : first + width]
-        finite = [index for index, (_, y) in enumerate(together) if math.isfinite(y)]
-        heights = {together[index][1]: index for index in finite}
-        chosen = {heights[min(heights)], heights[max(heights)]} if heights else set()
-        if len(finite) < len(together):
-            chosen.add(next(index for index, (_, y) in enumerate(together) if not math.isfinite(y)))
-        thinned += [together[index] for index in sorted(chosen)]
-    if thinned[-1] != points[-1]:
-        thinned.append(points[-1])
-    return thinned
-
-
 def columns(points: Sequence[Point]) -> dict[str, Any]:
     """Return a curve as columns: ``x``, ``y``, and ``width``, the number of points per row.
 
-    With more than one point in a row, x is that of the first, y the mean, ``low`` and ``high`` the extremes. A row
-    without a finite value is NaN, a gap.
+    With more than one point in a row, x is that of the first, y the mean, ``low`` and ``high`` the
+    extremes. A row without a finite value is NaN, a gap.
     """
     width = -(-len(points) // MAX_ROWS) if len(points) > 3 * MAX_ROWS else 1
     rows = [points[first : first + width] for first in range(0, len(points), width)]
@@ -64,7 +50,9 @@ def columns(points: Sequence[Point]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "width": width,
         "x": column([row[0][0] for row in rows]),
-        "y": column([math.fsum(values) / len(values) if len(values) > 1 else values[0] for values in finite]),
+        "y": column(
+            [math.fsum(values) / len(values) if len(values) > 1 else values[0] for values in finite]
+        ),
     }
     if width > 1:
         found |= {"low": column(list(map(min, finite))), "high": column(list(map(max, finite)))}
@@ -75,7 +63,11 @@ def column(values: Sequence[float]) -> Column:
     """Encode numbers for the script of a page."""
     spacing = values[1] - values[0] if len(values) > 1 else 1.0
     if all(later - earlier == spacing for earlier, later in pairwise(values)):
-        return [*values[:1], spacing, len(values)] if values and math.isfinite(values[0]) else _packed(values)
+        return (
+            [*values[:1], spacing, len(values)]
+            if values and math.isfinite(values[0])
+            else _packed(values)
+        )
     return _packed(values)
 
 

@@ -50,35 +50,44 @@ def render(template: Path, **values: Any) -> str:
 def svg_of(drawn: Figure, title: str) -> str:
     """Return a figure as SVG text for use inside a page; ``title`` is its label for screen readers.
 
-    It is never shrunk, so that its smallest letters stay readable: on a narrow screen it scrolls in its frame. A box of
-    a schedule has a tooltip with its rank and action.
+    It is never shrunk, so that its smallest letters stay readable: on a narrow screen it scrolls in
+    its frame. A box of a schedule has a tooltip with its rank and action.
 
-    The text is less than half of matplotlib's file: coordinates are rounded to a hundredth of a point, groups have no
-    names, fonts are few, and frequent styles become classes.
+    The text is less than half of matplotlib's file: coordinates are rounded to a hundredth of a
+    point, groups have no names, fonts are few, and frequent styles become classes.
     """
     import matplotlib
 
     target = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        drawn.savefig(target, format="svg", metadata={"Date": None}, transparent=True)  # the page has the paper
+        # the page has the paper
+        drawn.savefig(target, format="svg", metadata={"Date": None}, transparent=True)
     text = target.getvalue()
     text = _TAG.sub(lambda tag: _LONG.sub(r"\1", tag[0]), text[text.index("<svg") :])
     text = _BOX.sub(r"<g><title>\1 \2</title>", text)
-    text = _NAMED_GROUP.sub("<g", _FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", text))
+    text = _NAMED_GROUP.sub(
+        "<g", _FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", text)
+    )
     text = _TAG.sub(lambda tag: tag[0].replace(TEXT, f"var(--on-paper, {TEXT})"), text)
     text = _with_classes(_INDENT.sub(" ", text))
     found = _WIDTH.search(text)
     assert found is not None, text[:200]
     width = math.ceil(float(found[1]))
     size = f"min-width: {width}pt; max-width: {LARGEST * width:g}pt"
-    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" style="{size}" ', 1)
+    return text.replace(
+        "<svg ", f'<svg role="img" aria-label="{html.escape(title)}" style="{size}" ', 1
+    )
 
 
 def _with_classes(svg: str) -> str:
-    """Replace frequent styles by classes. A class is named by the hash of its style, so pictures of one page agree."""
+    """Replace frequent styles by classes. A class is named by the hash of its style,
+    so pictures of one page agree.
+    """
     often = [style for style, times in Counter(_STYLE.findall(svg)).items() if times >= OFTEN]
     names = {style: f"s{sha256(style.encode()).hexdigest()[:8]}" for style in often}
-    svg = _STYLE.sub(lambda found: f' class="{names[found[1]]}"' if found[1] in names else found[0], svg)
+    svg = _STYLE.sub(
+        lambda found: f' class="{names[found[1]]}"' if found[1] in names else found[0], svg
+    )
     rules = "".join(f".{name}{{{html.unescape(style)}}}" for style, name in names.items())
     head, end, rest = svg.partition(">")
     return f"{head}{end}<style>{rules}</style>{rest}" if rules else svg

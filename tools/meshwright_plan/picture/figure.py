@@ -1,4 +1,5 @@
-"""Figure of a timeline for a paper, SVG or PNG: a row per rank, a box per computation, idle time blank.
+"""Figure of a timeline for a paper, SVG or PNG: a row per rank, a box per computation,
+idle time blank.
 
     caption      1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1
     rank 0      [0][1][2][3]          [  0  ][4][  1  ] ...
@@ -6,9 +7,9 @@
                 |------|------|------|      time (ticks) or (ms)
     legend       forward  backward ...      a kind with several stages on a rank has a shade for each
 
-Several panels share one time axis (a measured step above its simulation). A long run is reduced to its first and last
-columns, with a gap between them; many ranks are reduced to the first and the last. matplotlib is imported only inside
-the functions that draw.
+Several panels share one time axis (a measured step above its simulation). A long run is reduced to
+its first and last columns, with a gap between them; many ranks are reduced to the first and the
+last. matplotlib is imported only inside the functions that draw.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ PNG_DPI = 200
 MAX_RANKS = 64
 ABOVE, BETWEEN, BELOW, RIGHT = 0.28, 0.42, 0.46, 0.1
 """Margins in inches: above the first panel, between panels, below the last one, at the right."""
-STYLE: dict[Any, Any] = {"hatch.linewidth": 0.45, "svg.fonttype": "none", "svg.hashsalt": "meshwright"}
+STYLE: dict[Any, Any] = {
+    "hatch.linewidth": 0.45,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "meshwright",
+}
 """Settings of matplotlib, active only while a figure is drawn or saved."""
 
 
@@ -73,7 +78,9 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
     assert everything, "nothing to draw: no span has a length"
     axis, column = time_axis(everything), typical_shortest(everything)
     titles = [panel.caption or caption(panel.timeline) for panel in panels]
-    plot_width = MAX_WIDTH if axis.gap else min(MAX_WIDTH, max(MIN_WIDTH, axis.length / column * COLUMN))
+    plot_width = (
+        MAX_WIDTH if axis.gap else min(MAX_WIDTH, max(MIN_WIDTH, axis.length / column * COLUMN))
+    )
     plot_width = max(plot_width, max(map(len, titles)) * LETTER_WIDTH * TITLE_FONT / POINTS)
     rows = [len(_drawn_ranks(panel.timeline)) for panel in panels]
     row_inches = min(0.28, max(0.13, 5.0 / sum(rows)))
@@ -83,7 +90,9 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
     points_per_time = plot_width * POINTS / axis.length
     entries = [*entries_of(shown), *([READINGS] if any(panel.readings for panel in panels) else [])]
     lines = lines_of(entries, width - left)
-    height = ABOVE + sum(rows) * row_inches + BETWEEN * (len(panels) - 1) + BELOW + len(lines) * LINE
+    height = (
+        ABOVE + sum(rows) * row_inches + BETWEEN * (len(panels) - 1) + BELOW + len(lines) * LINE
+    )
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=(width, height), facecolor="white")
         FigureCanvasAgg(drawn)  # pyplot would keep the figure in a global and look for a display
@@ -91,7 +100,9 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
         top = height - ABOVE
         for index, (panel, spans, num_rows) in enumerate(zip(panels, shown, rows, strict=True)):
             top -= num_rows * row_inches
-            axes = drawn.add_axes((left / width, top / height, plot_width / width, num_rows * row_inches / height))
+            axes = drawn.add_axes(
+                (left / width, top / height, plot_width / width, num_rows * row_inches / height)
+            )
             _rows(axes, panel.timeline, axis, row_inches * POINTS)
             _paint(axes, f"panel{index}", panel.timeline, spans, axis, points_per_time, font)
             _paint_readings(axes, panel, axis)
@@ -103,7 +114,9 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write ``.svg`` (text stays text) or ``.png``, by the suffix; the same figure gives the same bytes."""
+    """Write ``.svg`` (text stays text) or ``.png``, by the suffix;
+    the same figure gives the same bytes.
+    """
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -114,7 +127,9 @@ def save(drawn: Figure, path: Path) -> None:
 
 
 def stage_places(timeline: Timeline) -> Mapping[tuple[int, int | None], tuple[int, int]]:
-    """Return (rank, stage) -> (index, count) of the stage among those of its rank, which set its shade."""
+    """Return (rank, stage) -> (index, count) of the stage among those of its rank,
+    which set its shade.
+    """
     stages_by_rank: dict[int, set[int]] = defaultdict(set)
     for span in timeline.spans:
         if span.action.kind in COMPUTE and span.action.stage is not None:
@@ -138,7 +153,9 @@ def _drawn_ranks(timeline: Timeline) -> list[int | None]:
 
 
 def _font(spans: Iterable[Span], column_points: float, row_points: float) -> float:
-    """Return the largest font at which the longest number fits into the shortest kind of box, within readable sizes."""
+    """Return the largest font at which the longest number fits into the shortest kind of box,
+    within readable sizes.
+    """
     digits = max(len(label(span.action)) for span in spans)
     fitting = (column_points - 1.5) / (DIGIT_WIDTH * max(digits, 1))
     return max(MIN_FONT, min(MAX_FONT, fitting, 0.62 * row_points))
@@ -170,7 +187,8 @@ def _paint(
     points_per_time: float,
     font: float,
 ) -> None:
-    """Draw the boxes, and numbers in those wide enough. An overlapped F and B (a pair) are two halves of one box.
+    """Draw the boxes, and numbers in those wide enough. An overlapped F and B (a pair)
+    are two halves of one box.
 
     The id of a box in an SVG is ``NAME-rank0-1F2``.
     """
@@ -192,14 +210,20 @@ def _paint(
         row += 0.46 if span.beside is not None and action.kind is not Kind.F else 0.0
         colour = shade(action.kind, *places.get((span.rank, action.stage), (0, 1)))
         for first, last in axis.pieces(*of_pairs.get((span.rank, action), (span.start, span.end))):
-            box = Rectangle((first, row), last - first, height, facecolor=colour, edgecolor=INK, linewidth=edge)
+            box = Rectangle(
+                (first, row), last - first, height, facecolor=colour, edgecolor=INK, linewidth=edge
+            )
             box.set_hatch(paint.hatch)
             box.set_gid(f"{name}-rank{span.rank}-{action}")
             axes.add_artist(box)
             box.set_clip_on(False)
             is_tall = height * row_points >= 0.8 * font  # a half of a pair in a low row is not
             needed = DIGIT_WIDTH * font * len(label(action)) / points_per_time
-            if is_tall and action.kind in numbered and last - first > max(needed, 0.9 * (span.end - span.start)):
+            if (
+                is_tall
+                and action.kind in numbered
+                and last - first > max(needed, 0.9 * (span.end - span.start))
+            ):
                 axes.text(
                     (first + last) / 2,
                     row + 0.53 * height,
@@ -212,7 +236,9 @@ def _paint(
 
 
 def _extents_of_pairs(spans: Iterable[Span]) -> dict[tuple[int, Action], tuple[float, float]]:
-    """Return (rank, action) -> start and end of its pair, for the actions that overlap another one."""
+    """Return (rank, action) -> start and end of its pair,
+    for the actions that overlap another one.
+    """
     found = {(span.rank, span.action): span for span in spans}
     return {
         key: (min(span.start, other.start), max(span.end, other.end))
@@ -231,7 +257,9 @@ def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
 
 
 def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set[Kind]:
-    """Return the kinds whose longest number fits into their typical box. Boxes of other kinds have no numbers."""
+    """Return the kinds whose longest number fits into their typical box.
+    Boxes of other kinds have no numbers.
+    """
     lengths: dict[Kind, list[float]] = defaultdict(list)
     digits: dict[Kind, int] = defaultdict(int)
     for span in spans:
@@ -240,7 +268,8 @@ def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set
     return {
         kind
         for kind, of_kind in lengths.items()
-        if digits[kind] and median(of_kind) * points_per_time >= DIGIT_WIDTH * font * digits[kind] + 1
+        if digits[kind]
+        and median(of_kind) * points_per_time >= DIGIT_WIDTH * font * digits[kind] + 1
     }
 
 
@@ -249,7 +278,9 @@ def _time_labels(axes: Axes, axis: TimeAxis, unit: Unit, *, named: bool) -> None
     from matplotlib.ticker import MaxNLocator
 
     size, name = (1.0, "ticks") if unit is Unit.TICKS else unit_of_seconds(axis.end - axis.start)
-    locator = MaxNLocator(nbins=6 if axis.gap else 10, steps=[1, 2, 5, 10], integer=unit is Unit.TICKS)
+    locator = MaxNLocator(
+        nbins=6 if axis.gap else 10, steps=[1, 2, 5, 10], integer=unit is Unit.TICKS
+    )
     places, names = [], []
     for first, last, by in axis.parts:
         for value in locator.tick_values((first - axis.start) / size, (last - axis.start) / size):

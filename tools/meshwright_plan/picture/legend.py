@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.schedule.action import COMPUTE, Kind
 from meshwright.schedule.analysis import Span
-from meshwright_plan.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, TEXT, shade
+from meshwright_plan.picture.palette import (
+    INK,
+    LEGEND_FONT,
+    LETTER_WIDTH,
+    PAINTS,
+    POINTS,
+    TEXT,
+    shade,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +78,10 @@ def add_legend(drawn: Figure, lines: Sequence[Sequence[Entry]], left: float) -> 
     width, height = drawn.get_size_inches()
     for number, line in enumerate(lines):
         patches: list[Any] = [
-            tuple(Patch(facecolor=colour, edgecolor=INK, linewidth=0.5, hatch=entry.hatch) for colour in entry.colours)
+            tuple(
+                Patch(facecolor=colour, edgecolor=INK, linewidth=0.5, hatch=entry.hatch)
+                for colour in entry.colours
+            )
             for entry in line
         ]
         drawn.legend(

@@ -13,7 +13,10 @@ def require_matplotlib() -> None:
     It has read a ``matplotlibrc`` of the working directory, which may be a run of somebody else.
     """
     if find_spec("matplotlib") is None:
-        raise UserError("MW-PICTURE-001", "matplotlib is not installed, and pictures need it: pip install matplotlib")
+        raise UserError(
+            "MW-PICTURE-001",
+            "matplotlib is not installed, and pictures need it: pip install matplotlib",
+        )
     import matplotlib
 
     matplotlib.rcdefaults()

@@ -1,8 +1,8 @@
 """Colours and sizes of figures.
 
-The kinds are distinguished without red and green, and as greys in print: F is lighter (CIE L*) than B and I, and those
-are lighter than W. A virtual stage is a shade inside its kind's range of lightness, the later the darker. REDUCE and
-STEP are hatched.
+The kinds are distinguished without red and green, and as greys in print: F is lighter (CIE L*) than
+B and I, and those are lighter than W. A virtual stage is a shade inside its kind's range of
+lightness, the later the darker. REDUCE and STEP are hatched.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ TEXT = "#1f2a34"
 """Colour of text outside of boxes; a page in dark mode replaces it."""
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
 MIN_FONT, MAX_FONT = 7.5, 8.5
-"""Font sizes of the numbers in boxes, in points. 7.5 are 10 pixels of a screen: numbers that need less are left out."""
+"""Font sizes of the numbers in boxes, in points. 7.5 are 10 pixels of a screen:
+numbers that need less are left out.
+"""
 DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
 """Width of a digit, and mean width of a letter, in font sizes."""
 POINTS = 72.0
 """Points per inch."""
 MIN_WIDTH, MAX_WIDTH, COLUMN = 4.5, 13.0, 0.165
-"""Smallest and largest width inside the axes, and width of a column where there is room, in inches."""
+"""Smallest and largest width inside the axes, and width of a column where there is room,
+in inches.
+"""
 
 
 class Paint(NamedTuple):
-    """Colours of the boxes of a kind: from the rank's first stage (``light``) to its last (``dark``)."""
+    """Colours of the boxes of a kind: from the rank's first stage (``light``)
+    to its last (``dark``).
+    """
 
     name: str
     """Name in the legend."""
@@ -49,7 +55,9 @@ PAINTS: dict[Kind, Paint] = {
 
 
 def shade(kind: Kind, index: int, count: int) -> str:
-    """Return the colour of the rank's stage number ``index`` of ``count``; a single stage has the first colour."""
+    """Return the colour of the rank's stage number ``index`` of ``count``;
+    a single stage has the first colour.
+    """
     paint = PAINTS[kind]
     share = index / (count - 1) if count > 1 else 0.0
     pairs = zip(_channels(paint.light), _channels(paint.dark), strict=True)

@@ -49,14 +49,19 @@ def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
                 events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
     start = min(span.start for span in timeline.spans)
 
-    def slice_(rank: int, track: int, name: str, kind: str, begin: float, end: float, **args: object) -> Event:
+    def slice_(
+        rank: int, track: int, name: str, kind: str, begin: float, end: float, **args: object
+    ) -> Event:
         ts, dur = (begin - start) * scale, (end - begin) * scale
         at = {"pid": pid, "tid": _tid(rank, track)}
         return {"ph": "X", "name": name, "cat": kind, "ts": ts, "dur": dur, **at, "args": args}
 
     for span in timeline.spans:
         action, begin, end = span.action, span.start, span.end
-        is_send, args = action.kind in SENDS, {"stage": action.stage, "microbatch": action.microbatch}
+        is_send, args = (
+            action.kind in SENDS,
+            {"stage": action.stage, "microbatch": action.microbatch},
+        )
         if is_send:
             end = max(end, begin + MIN_US / scale)
         elif end <= begin:
@@ -64,7 +69,9 @@ def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
         name = f"wait for {action}" if action.kind in RECEIVES else str(action)
         events.append(slice_(span.rank, int(is_send), name, str(action.kind), begin, end, **args))
     for read in panel.readings:
-        events.append(slice_(read.rank, TRACKS.index(" data"), "read samples", "data", read.start, read.end))
+        events.append(
+            slice_(read.rank, TRACKS.index(" data"), "read samples", "data", read.start, read.end)
+        )
     for number, (send, user) in enumerate(_messages(timeline.spans)):
         both = {"name": "message", "cat": "message", "id": f"{pid}.{number}", "pid": pid}
         sent_us, used_us = (send.start - start) * scale, (user.start - start) * scale
@@ -76,7 +83,9 @@ def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
 def _messages(spans: Iterable[Span]) -> Iterable[tuple[Span, Span]]:
     """Yield each send with the computation that used its message."""
     spans = list(spans)
-    computed = {span.action: span for span in spans if span.action.kind in COMPUTE and span.end > span.start}
+    computed = {
+        span.action: span for span in spans if span.action.kind in COMPUTE and span.end > span.start
+    }
     for span in spans:
         if span.action.kind in SENDS:
             received = span.action.partner()

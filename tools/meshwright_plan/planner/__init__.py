@@ -1,1 +1,3 @@
-"""Planner: predicts memory, messages and time of a run before it starts, and searches for the best layout."""
+"""Planner: predicts memory, messages and time of a run before it starts,
+and searches for the best layout.
+"""

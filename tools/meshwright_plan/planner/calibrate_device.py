@@ -5,8 +5,8 @@ attention   causal, forward, and backward alone                         share of
 copies      elementwise operations on more than any cache holds          bytes per second
 host        copies from pinned memory                                    bytes per second
 
-Peaks and links between devices come from the device's data sheet if it is known: one process cannot measure them.
-Otherwise the peaks are the measured products, and all links are the one to the host.
+Peaks and links between devices come from the device's data sheet if it is known: one process cannot
+measure them. Otherwise the peaks are the measured products, and all links are the one to the host.
 """
 
 from __future__ import annotations
@@ -78,18 +78,22 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if not torch.cuda.is_available():
         raise ConfigError(
             "MW-PLANNER-007",
-            "calibrate --device cuda: torch sees no GPU here: measure the cores with --device cpu, or use a CUDA build "
-            "of torch",
+            "calibrate --device cuda: torch sees no GPU here: measure the cores with --device cpu,"
+            " or use a CUDA build of torch",
         )
     torch.zeros(1, device=device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     found = torch.cuda.get_device_properties(device)
     count = torch.cuda.device_count()
-    return DeviceFacts(found.name, count, total_bytes, total_bytes - free_bytes, found.multi_processor_count)
+    return DeviceFacts(
+        found.name, count, total_bytes, total_bytes - free_bytes, found.multi_processor_count
+    )
 
 
 def data_sheet(name: str) -> Hardware | None:
-    """Return the known hardware that a device's name contains, such as ``h200`` in "NVIDIA H200"; None without one."""
+    """Return the known hardware that a device's name contains, such as ``h200`` in "NVIDIA H200";
+    None without one.
+    """
     words = name.lower().replace("-", " ").split()
     if {"pcie", "nvl"} & set(words):  # slower variants under the same name
         return None
@@ -97,7 +101,9 @@ def data_sheet(name: str) -> Hardware | None:
 
 
 def call_s(call: Callable[[], object], device: torch.device, aim_s: float) -> float:
-    """Return the median seconds of a call over runs of about ``aim_s``; the device is synchronised around each run."""
+    """Return the median seconds of a call over runs of about ``aim_s``;
+    the device is synchronised around each run.
+    """
 
     def run(times: int) -> float:
         _settle(device)
@@ -126,21 +132,28 @@ def product_rate(device: torch.device, dtype: torch.dtype, side: int, aim_s: flo
 def attention_s(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     """Return (forward, backward) seconds of causal attention in bfloat16 with head dim 128."""
     shape = (1, sizes.heads, sizes.tokens, 128)
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     y = forward()
     gradient = torch.ones_like(y)
-    backward_s = call_s(lambda: torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True), device, sizes.aim_s)
+    backward_s = call_s(
+        lambda: torch.autograd.grad(y, (q, k, v), gradient, retain_graph=True), device, sizes.aim_s
+    )
     return call_s(forward, device, sizes.aim_s), backward_s
 
 
 def copy_rate(device: torch.device, sizes: Sizes) -> float:
-    """Return the bytes per second that the elementwise operations of a step read and write: their harmonic mean.
+    """Return the bytes per second that the elementwise operations of a step read and write:
+    their harmonic mean.
 
-    Rows are those of a large model: with rows of 256 elements an H200's norm and softmax moved less than half of it.
+    Rows are those of a large model: with rows of 256 elements an H200's norm and softmax moved less
+    than half of it.
     """
     x = torch.ones(sizes.elements, device=device, dtype=torch.bfloat16)
     total = torch.zeros(sizes.elements, device=device)
@@ -151,7 +164,10 @@ def copy_rate(device: torch.device, sizes: Sizes) -> float:
         (4.0, lambda: F.rms_norm(x.view(-1, row), (row,))),
         (10.0, lambda: total.add_(x)),
     ]
-    rates = [num_bytes * sizes.elements / call_s(call, device, sizes.aim_s / 4) for num_bytes, call in operations]
+    rates = [
+        num_bytes * sizes.elements / call_s(call, device, sizes.aim_s / 4)
+        for num_bytes, call in operations
+    ]
     return len(rates) / sum(1.0 / rate for rate in rates)
 
 
@@ -159,7 +175,9 @@ def host_rate(device: torch.device, sizes: Sizes) -> float:
     """Return the bytes per second of a copy from host memory, pinned for a GPU."""
     source = torch.ones(sizes.elements, dtype=torch.int8, pin_memory=device.type == "cuda")
     target = torch.empty_like(source, device=device)
-    return sizes.elements / call_s(lambda: target.copy_(source, non_blocking=True), device, sizes.aim_s / 4)
+    return sizes.elements / call_s(
+        lambda: target.copy_(source, non_blocking=True), device, sizes.aim_s / 4
+    )
 
 
 def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardware:
@@ -192,19 +210,32 @@ def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardwa
         host_link=host,
         **of_sheet,
     )
-    return found.model_copy(update=_shares(found, rates["bfloat16"] / peaks["bfloat16"], sizes, device))
+    return found.model_copy(
+        update=_shares(found, rates["bfloat16"] / peaks["bfloat16"], sizes, device)
+    )
 
 
-def _shares(found: Hardware, product_share: float, sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Return the shares of the peak for which the planner's formulas reproduce the measured seconds."""
+def _shares(
+    found: Hardware, product_share: float, sizes: Sizes, device: torch.device
+) -> dict[str, float]:
+    """Return the shares of the peak for which the planner's formulas reproduce the measured
+    seconds.
+    """
     whole = {"attention_share": 1.0, "attention_backward_share": 1.0}
     ideal = PerformanceModel(found.model_copy(update=whole), MEASURED_ON_GPU)
     forward_s, backward_s = attention_s(device, sizes)
     forward_flops = 2.0 * sizes.heads * sizes.tokens**2 * 128  # the causal half
     peak = found.flops_per_s["bfloat16"]
-    forward_share = forward_flops / forward_s / peak / ideal.attention_share(sizes.heads * sizes.tokens, backward=False)
+    forward_share = (
+        forward_flops
+        / forward_s
+        / peak
+        / ideal.attention_share(sizes.heads * sizes.tokens, backward=False)
+    )
     shares = {
-        "product_share": product_share / ideal.product_share((1, sizes.side, sizes.side, sizes.side)),
+        "product_share": (
+            product_share / ideal.product_share((1, sizes.side, sizes.side, sizes.side))
+        ),
         "attention_share": forward_share,
         "attention_backward_share": 2.5 * forward_flops / backward_s / peak,
     }

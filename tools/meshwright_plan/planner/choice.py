@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from meshwright.config import RunConfig, batch_numbers, shard_factor
-from meshwright_plan.planner.context import EXCHANGE, ORDER, context_keys, context_words
+from meshwright.config.combinations.apply import parallel_values
+from meshwright.config.combinations.layout import Layout
+from meshwright_plan.planner.context import EXCHANGE, ORDER, context_words
 
 EFFORTS = ("none", "pointwise", "selective", "half", "full")
 """Values of ``pipeline.recompute``, the cheapest first; "half" is "full" for every second layer."""
@@ -16,7 +18,9 @@ EVERY_SECOND = "*[02468]"
 Degrees: TypeAlias = tuple[int, int, int, int, int]
 """Degrees of pp, dp, cp, tp and ep."""
 Shape: TypeAlias = tuple[Degrees, str, int, int, str]
-"""(degrees, schedule, stages per rank, samples per micro-batch, exchange of context parallelism)."""
+"""(degrees, schedule, stages per rank, samples per micro-batch,
+exchange of context parallelism).
+"""
 
 
 class Choice(NamedTuple):
@@ -59,6 +63,27 @@ class Choice(NamedTuple):
         """Amount of recompute, from 0 for none."""
         return EFFORTS.index(self.recompute)
 
+    @property
+    def layout(self) -> Layout:
+        """The layout as a value: the words that combine, or do not."""
+        return Layout(
+            dp=self.dp,
+            pp=self.pp,
+            tp=self.tp,
+            schedule=self.schedule,
+            zero=self.zero,
+            sequence=self.sequence,
+            micro_batch_size=self.micro_batch_size,
+            interleave=self.interleave,
+            recompute="full" if self.recompute == "half" else self.recompute,
+            shard=self.shard_factor if self.zero and self.shard_factor < self.num_replicas else 0,
+            offload=self.offload,
+            cp=self.cp,
+            order=self.order,
+            exchange=self.exchange,
+            ep=self.ep,
+        )
+
     def has(self, pins: Mapping[str, int | str]) -> bool:
         """Return True if the layout has the pinned values, field -> value."""
         return all(getattr(self, name) == value for name, value in pins.items())
@@ -66,7 +91,11 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         pipeline = f", {self.schedule}" if self.pp > 1 else ""
         pipeline += f" x{self.interleave}" if self.schedule == "interleaved_1f1b" else ""
-        sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.num_replicas else ""
+        sharded = (
+            f" in groups of {self.shard_factor}"
+            if self.zero and self.shard_factor < self.num_replicas
+            else ""
+        )
         words = context_words(self.exchange, self.order)
         context = f" x cp {self.cp}" + (f" ({words})" if words else "") if self.cp > 1 else ""
         shared = f", ep {self.ep}" if self.ep > 1 else ""
@@ -90,27 +119,14 @@ class Rejection(NamedTuple):
 
 def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
     """Return the resolved configuration of a choice; everything else is that of ``base``."""
-    parallel = {
-        "pp": choice.pp,
-        "dp": choice.dp,
-        "cp": choice.cp,
-        "tp": choice.tp,
-        "ep": choice.ep,
-        "ep_across_nodes": base.parallel.ep_across_nodes and choice.ep > 1,
-        "zero": choice.zero,
-        "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.num_replicas else None,
-        "sequence": choice.sequence,
-        "offload": choice.offload,
-        "offload_directory": base.parallel.offload_directory if choice.offload else None,
-        "reduce": None,
-        "tp_across_nodes": False,
-        **context_keys(base, choice.cp, choice.exchange, choice.order),
-    }
+    parallel = parallel_values(base.parallel, choice.layout) | {"tp_across_nodes": False}
     layers = ["*"] if choice.recompute == "none" else base.pipeline.recompute_layers
     pipeline = {
         "schedule": choice.schedule,
         "schedule_file": None,
-        "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" or ":" in choice.schedule else None,
+        "interleave": choice.interleave
+        if choice.schedule == "interleaved_1f1b" or ":" in choice.schedule
+        else None,
         "recompute": "full" if choice.recompute == "half" else choice.recompute,
         "recompute_layers": [EVERY_SECOND] if choice.recompute == "half" else layers,
         "balance": base.pipeline.balance if isinstance(base.pipeline.balance, str) else "time",
@@ -123,7 +139,7 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
 
 def choice_of(config: RunConfig) -> Choice:
     """Return the layout of a resolved configuration."""
-    parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config)
+    parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config.batch)
     return Choice(
         *parallel.degrees[:3],
         pipeline.schedule,
@@ -131,9 +147,11 @@ def choice_of(config: RunConfig) -> Choice:
         batch.micro_batch_size,
         batch.chunks,
         parallel.zero,
-        shard_factor(config),
+        shard_factor(config.parallel),
         parallel.sequence,
-        "half" if pipeline.recompute == "full" and pipeline.recompute_layers == [EVERY_SECOND] else pipeline.recompute,
+        "half"
+        if pipeline.recompute == "full" and pipeline.recompute_layers == [EVERY_SECOND]
+        else pipeline.recompute,
         parallel.offload,
         parallel.cp,
         parallel.ep,

@@ -1,22 +1,29 @@
-"""Enumeration of every layout that the rules allow on a cluster; for other layouts, the rule that they break."""
+"""Enumeration of every layout that the rules allow on a cluster; for other layouts,
+the rule that they break.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from functools import partial
 
 from meshwright.config import batch_numbers, phases
 from meshwright.errors import UserError
+from meshwright.placement.patterns import matching
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright_plan.planner import experts
 from meshwright_plan.planner.choice import EVERY_SECOND, Choice, Rejection, with_choice
 from meshwright_plan.planner.context import degrees_to_try
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.model_cache import ModelCache
-from meshwright_plan.planner.requirements import buffers_refusal, changed_buffers, check_requirements
+from meshwright_plan.planner.requirements import (
+    buffers_refusal,
+    changed_buffers,
+    check_requirements,
+    combination_refusal,
+)
 
 SCHEDULES = (
     ("1f1b", 1),
@@ -28,7 +35,9 @@ SCHEDULES = (
     ("v_min", 2),
     (experts.PAIRED, 2),
 )
-"""(schedule, stages per rank) to try. GPipe is never better than 1f1b; F/B pairs (DualPipe) hide only ep messages."""
+"""(schedule, stages per rank) to try. GPipe is never better than 1f1b; F/B pairs (DualPipe)
+hide only ep messages.
+"""
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_CHUNKS = 1024
 
@@ -42,58 +51,87 @@ def divisors(number: int) -> list[int]:
 def choices(
     cache: ModelCache, hardware: Hardware, nodes: int, *, offload: bool = False
 ) -> Iterator[Choice | Rejection]:
-    """Yield all layouts and rejections, grouped by :attr:`Choice.shape`. ``offload``: all with optimizer offload."""
-    size, global_batch = nodes * hardware.devices_per_node, batch_numbers(cache.config).global_batch
-    unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
-    num_layers = len(cache.names)
-    parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
-    half = ["half"] if any(fnmatchcase(name, EVERY_SECOND) for name in cache.names) else []
-    recomputes = ["none", *([] if cache.config.train.compile is True else parts), *half, "full"]
-    pins = cache.pins
-    sizes = (int(pins["micro_batch_size"]),) if "micro_batch_size" in pins else MICRO_BATCH_SIZES
+    """Yield all layouts and rejections, grouped by :attr:`Choice.shape`. ``offload``:
+    all with optimizer offload.
+    """
+    per_node, pins = hardware.devices_per_node, cache.pins
+    size = nodes * per_node
+    pinned_cp = pins.get("cp")
+    only_cp = pinned_cp if isinstance(pinned_cp, int) else None
     for tp in divisors(size):
         if tp != pins.get("tp", tp):
             continue
-        if tp > hardware.devices_per_node or hardware.devices_per_node % tp:
-            if tp <= 2 * hardware.devices_per_node:
-                rule = f"tp across nodes: tp {tp} does not divide the {hardware.devices_per_node} devices of a node"
+        if per_node % tp:
+            if tp <= 2 * per_node:
+                rule = f"tp across nodes: tp {tp} does not divide the {per_node} devices of a node"
                 yield Rejection(rule, f"tp {tp}", 1)
             continue
-        pinned = pins.get("cp")
-        only = pinned if isinstance(pinned, int) else None
-        tried = degrees_to_try(cache.config, cache.model, divisors(size // tp), only)
-        for cp in tried:
+        for cp in degrees_to_try(cache.config.data, cache.traits, divisors(size // tp), only_cp):
             sequence, refusal = _sequence(cache, tp, cp)
             if refusal:
                 yield Rejection(refusal, f"tp {tp}" if cp == 1 else f"cp {cp} x tp {tp}", 1)
                 continue
+            stages_and_replicas = size // tp // cp
             contexts = cache.context.contexts(cp, tp)
-            for pp, context in itertools.product(divisors(size // tp // cp), contexts):
-                dp = size // tp // cp // pp
-                of_degrees = partial(Choice, pp=pp, dp=dp, cp=cp, tp=tp, sequence=sequence, offload=offload, **context)
-                if pp != pins.get("pp", pp) or dp != pins.get("dp", dp):
-                    continue
-                if pp > num_layers:
-                    yield Rejection(f"pp {pp} stages, but {num_layers} layers", f"pp {pp} x tp {tp}", 1)
-                elif unit % dp:
-                    near = [each for each in divisors(unit) if each <= dp]
-                    ramp = "" if unit == global_batch else ", with its ramp,"
-                    rule = f"global batch {global_batch}{ramp} is not a multiple of dp {dp}"
-                    rule += f" (nearest smaller divisor: {near[-1]})"
-                    yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
-                else:
-                    in_node = max(1, hardware.devices_per_node // tp)
-                    alone = list(_of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node, sizes))
-                    offered = [
-                        each
-                        for each in _with_experts(cache, alone, hardware.devices_per_node)
-                        if isinstance(each, Rejection) or (unit % (dp * each.micro_batch_size) == 0 and each.has(pins))
-                    ]
-                    yield from _without_changed_buffers(cache, offered)
+            for pp, context in itertools.product(divisors(stages_and_replicas), contexts):
+                layout = partial(
+                    Choice,
+                    pp=pp,
+                    dp=stages_and_replicas // pp,
+                    cp=cp,
+                    tp=tp,
+                    sequence=sequence,
+                    offload=offload,
+                    **context,
+                )
+                yield from _of_grid(cache, hardware, layout)
+
+
+def _of_grid(
+    cache: ModelCache, hardware: Hardware, layout: partial[Choice]
+) -> Iterator[Choice | Rejection]:
+    """Yield the layouts and rejections of one grid, whose degrees but ep ``layout`` sets."""
+    pp, dp, tp = (layout.keywords[axis] for axis in ("pp", "dp", "tp"))
+    pins, global_batch = cache.pins, batch_numbers(cache.config.batch).global_batch
+    if pp != pins.get("pp", pp) or dp != pins.get("dp", dp):
+        return
+    if pp > len(cache.names):
+        rule = f"pp {pp} stages, but {len(cache.names)} layers"
+        yield Rejection(rule, f"pp {pp} x tp {tp}", 1)
+        return
+    unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
+    if unit % dp:
+        nearest = max(divisor for divisor in divisors(unit) if divisor <= dp)
+        ramp = "" if unit == global_batch else ", with its ramp,"
+        rule = f"global batch {global_batch}{ramp} is not a multiple of dp {dp}"
+        rule += f" (nearest smaller divisor: {nearest})"
+        yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
+        return
+
+    def is_offered(choice: Choice | Rejection) -> bool:
+        if isinstance(choice, Rejection):
+            return True
+        return unit % (dp * choice.micro_batch_size) == 0 and choice.has(pins)
+
+    stages_in_node = max(1, hardware.devices_per_node // tp)
+    without_experts = list(_of_degrees(cache, layout, global_batch // dp, stages_in_node))
+    with_experts = _with_experts(cache, without_experts, hardware.devices_per_node)
+    yield from _without_changed_buffers(cache, list(filter(is_offered, with_experts)))
+
+
+def _recomputes(cache: ModelCache) -> list[str]:
+    """Return the kinds of recompute that suit the model."""
+    parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
+    if cache.config.train.compile is True:
+        parts = []
+    has_seconds = bool(matching([EVERY_SECOND], cache.names))
+    return ["none", *parts, *(["half"] if has_seconds else []), "full"]
 
 
 def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
-    """Return (True if sequence parallelism is possible, reason why these degrees are impossible or "")."""
+    """Return (True if sequence parallelism is possible,
+    reason why these degrees are impossible or "").
+    """
     refusal = ""
     for sequence in (True, False) if tp > 1 else (False,):
         try:
@@ -109,8 +147,12 @@ def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
     return False, refusal
 
 
-def _without_changed_buffers(cache: ModelCache, offered: list[Choice | Rejection]) -> Iterator[Choice | Rejection]:
-    """Yield what is offered; a layout that would change running buffers becomes a rejection, after the others."""
+def _without_changed_buffers(
+    cache: ModelCache, offered: list[Choice | Rejection]
+) -> Iterator[Choice | Rejection]:
+    """Yield what is offered; a layout that would change running buffers becomes a rejection,
+    after the others.
+    """
     changes_buffers, refused = bool(changed_buffers(cache)), []
     for each in offered:
         refusal = ""
@@ -126,45 +168,51 @@ def _without_changed_buffers(cache: ModelCache, offered: list[Choice | Rejection
 def _with_experts(
     cache: ModelCache, alone: list[Choice | Rejection], devices_per_node: int
 ) -> Iterator[Choice | Rejection]:
-    """Yield choices of equal degrees, which have ep = 1, with each ep that the search tries; then their rejections."""
+    """Yield choices of equal degrees, which have ep = 1, with each ep that the search tries;
+    then their rejections.
+    """
     first = next((each for each in alone if isinstance(each, Choice)), None)
     if first is None:
         yield from alone
         return
-    pinned, of_model = cache.pins.get("ep"), (cache.config, cache.expert_counts)
+    pinned = cache.pins.get("ep")
     only = pinned if isinstance(pinned, int) else None
-    for ep in experts.degrees_to_try(*of_model, only, first.tp, devices_per_node):
-        refusal = experts.refusal(*of_model, ep, first.tp, first.sequence, first.num_replicas * first.tp)
+    across_nodes = cache.config.parallel.ep_across_nodes
+    for ep in experts.degrees_to_try(
+        cache.traits, only, first.tp, devices_per_node, across_nodes=across_nodes
+    ):
+        refusal = combination_refusal(cache.traits, first._replace(ep=ep).layout)
         if not refusal:
-            yield from (c._replace(ep=ep) for c in alone if isinstance(c, Choice) and experts.suits(c.schedule, ep))
-        elif only is not None:
+            yield from (
+                c._replace(ep=ep)
+                for c in alone
+                if isinstance(c, Choice) and experts.suits(c.schedule, ep)
+            )
+        elif only is not None or ep == 1:
             yield Rejection(refusal, f"dp {first.dp} x tp {first.tp}", 1)
     yield from (each for each in alone if isinstance(each, Rejection))
 
 
 def _of_degrees(
-    of_degrees: partial[Choice],
-    per_replica: int,
-    num_layers: int,
-    recomputes: list[str],
-    in_node: int,
-    sizes: Sequence[int],
+    cache: ModelCache, layout: partial[Choice], per_replica: int, in_node: int
 ) -> Iterator[Choice | Rejection]:
-    """Yield choices of batch, schedule, ZeRO stage and recompute for the degrees that ``of_degrees`` sets.
+    """Yield choices of batch, schedule, ZeRO stage and recompute for the degrees
+    that ``layout`` sets.
 
     Args:
         per_replica: samples of a step per replica.
         in_node: replicas of one pipeline stage in a node.
-        sizes: samples of a micro-batch.
     """
-    pp, dp, cp = (of_degrees.keywords[axis] for axis in ("pp", "dp", "cp"))
-    replicas = dp * cp
-    for size in sizes:
+    pp, dp, cp = (layout.keywords[axis] for axis in ("pp", "dp", "cp"))
+    replicas, num_layers, recomputes = dp * cp, len(cache.names), _recomputes(cache)
+    pinned_size = cache.pins.get("micro_batch_size")
+    for size in MICRO_BATCH_SIZES if pinned_size is None else (int(pinned_size),):
         if per_replica % size:
             continue
         chunks = per_replica // size
         if chunks > MAX_CHUNKS:
-            yield Rejection(f"{chunks} micro-batches in a step (the search stops at {MAX_CHUNKS})", f"dp {dp}", 1)
+            rule = f"{chunks} micro-batches in a step (the search stops at {MAX_CHUNKS})"
+            yield Rejection(rule, f"dp {dp}", 1)
             continue
         for schedule, interleave in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             if pp * interleave > num_layers:
@@ -173,12 +221,12 @@ def _of_degrees(
                 continue
             for zero in (1, 2, 3) if replicas > 1 else (0,):
                 if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
-                    continue
+                    continue  # each micro-batch would gather the weights of each stage
                 factors = [replicas] if zero else [1]
                 if zero and 1 < in_node < replicas and replicas % in_node == 0:
                     factors.append(in_node)
                 for factor, recompute in itertools.product(factors, recomputes):
-                    yield of_degrees(
+                    yield layout(
                         schedule=schedule,
                         interleave=interleave,
                         micro_batch_size=size,

@@ -1,12 +1,13 @@
-"""Comparison of one layout with the first of a plan: seconds by cause, memory, place among the best."""
+"""Comparison of one layout with the first of a plan: seconds by cause, memory,
+place among the best.
+"""
 
 from __future__ import annotations
 
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
-from meshwright.schedule.action import Schedule
 from meshwright.terminal.format import format_size, format_table
-from meshwright_plan.planner.choice import Choice, choice_of
+from meshwright_plan.planner.choice import choice_of
 from meshwright_plan.planner.estimates import lowered_schedule
 from meshwright_plan.planner.explanation import duration, parts, signed_duration
 from meshwright_plan.planner.model_cache import ModelCache
@@ -19,7 +20,9 @@ MAX_RULES = 5
 
 
 def compare(first: RankedLayout, other: RankedLayout, name: str) -> list[str]:
-    """Format the seconds of two layouts by cause, one line per cause that matters, and their memory."""
+    """Format the seconds of two layouts by cause, one line per cause that matters,
+    and their memory.
+    """
     ours, theirs = parts(first), parts(other)
     rows: list[tuple[str, ...]] = [("", "first", name, "difference")]
     for cause, seconds in ours.items():
@@ -36,18 +39,30 @@ def _three(a: float, b: float) -> tuple[str, str, str]:
 
 
 def verdict(first: RankedLayout, other: RankedLayout) -> str:
-    """Return one sentence on the difference: a lead, a tie, or a tie that the simpler layout won."""
+    """Return one sentence on the difference: a lead, a tie,
+    or a tie that the simpler layout won.
+    """
     ratio = other.time.total / first.time.total
     if not is_tie(first.time.total, other.time.total):
-        return f"{ratio - 1:.1%} slower than the first" if ratio > 1 else f"{1 - ratio:.1%} faster than the first"
+        return (
+            f"{ratio - 1:.1%} slower than the first"
+            if ratio > 1
+            else f"{1 - ratio:.1%} faster than the first"
+        )
     text = f"a tie with the first: {ratio - 1:+.1%}, below {TIE_SHARE:.0%}"
-    return text + ("; the first is simpler" if complexity(first.choice) < complexity(other.choice) else "")
+    return text + (
+        "; the first is simpler" if complexity(first.choice) < complexity(other.choice) else ""
+    )
 
 
 def why_not(cache: ModelCache, plan: Plan, wanted: dict[str, int | str]) -> list[str]:
-    """Compare the best layout that has the ``wanted`` fields with the plan's first; without one, list broken rules."""
+    """Compare the best layout that has the ``wanted`` fields with the plan's first; without one,
+    list broken rules.
+    """
     asked = " ".join(f"{name}={value}" for name, value in wanted.items())
-    found = search_with_offload(cache.replaced(pins={**cache.pins, **wanted}), plan.hardware, plan.nodes, 1)
+    found = search_with_offload(
+        cache.replaced(pins={**cache.pins, **wanted}), plan.hardware, plan.nodes, 1
+    )
     if found.best:
         other = found.best[0]
         said = f"the best with {asked}: {other.choice}: {verdict(plan.best[0], other)}"
@@ -68,16 +83,21 @@ def own_layout(cache: ModelCache, plan: Plan, config: RunConfig) -> list[str]:
         return [f"your own layout is number {listed}: {choice}"]
     try:
         check_requirements(cache, config)
-        own = evaluate(cache, plan.hardware, config, choice, _schedule(cache, config, choice))
+        schedule = None if config.pipeline.schedule_file else lowered_schedule(cache, choice)
+        own = evaluate(cache, plan.hardware, config, choice, schedule)
     except UserError as error:
         return [f"your own layout, {choice}, cannot run: {error.message.splitlines()[0]}"]
     place = 1 + sum(each.time.total < own.time.total for each in plan.best)
     room = usable_bytes(plan.hardware)
-    at = f"number {place} by time" if place <= len(plan.best) else f"behind the {len(plan.best)} above"
-    over = f", and does not fit: {format_size(own.peak_bytes)} of {format_size(room)}" if own.peak_bytes > room else ""
+    at = (
+        f"number {place} by time"
+        if place <= len(plan.best)
+        else f"behind the {len(plan.best)} above"
+    )
+    over = (
+        f", and does not fit: {format_size(own.peak_bytes)} of {format_size(room)}"
+        if own.peak_bytes > room
+        else ""
+    )
     said = f"your own layout, {choice}, would be {at}{over}: {verdict(plan.best[0], own)}"
     return [said, *compare(plan.best[0], own, "yours")]
-
-
-def _schedule(cache: ModelCache, config: RunConfig, choice: Choice) -> Schedule | None:
-    return None if config.pipeline.schedule_file else lowered_schedule(cache, choice)

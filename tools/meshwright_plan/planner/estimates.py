@@ -27,7 +27,9 @@ from meshwright_plan.planner.rates import PerformanceModel
 from meshwright_plan.planner.stage_time import stages_by_rank
 
 SHORT_PP = 8
-"""Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""
+"""Pipeline ranks of the shorter pipeline;
+longer ones are extrapolated from this size and twice it.
+"""
 STEADY_CHUNKS = 3
 """Micro-batches per pipeline rank in a shortened schedule."""
 
@@ -45,23 +47,30 @@ def placement_of(choice: Choice) -> Placement:
 
 
 def in_flight(cache: ModelCache, choice: Choice) -> tuple[int, ...]:
-    """Return the peak number of micro-batches in flight on each pipeline rank, counted once per stage.
+    """Return the peak number of micro-batches in flight on each pipeline rank,
+    counted once per stage.
 
-    In a long pipeline, the first, middle and last ranks are extrapolated from two shorter pipelines.
+    In a long pipeline, the first, middle and last ranks are extrapolated from two shorter
+    pipelines.
     """
     chunks = _steady_chunks(choice)
 
     def count() -> tuple[int, ...]:
         shortens = 2 * SHORT_PP < choice.pp <= chunks
         peaks = [
-            peak_activations(build(choice.schedule, pp, round(chunks * pp / choice.pp), choice.interleave))
+            peak_activations(
+                build(choice.schedule, pp, round(chunks * pp / choice.pp), choice.interleave)
+            )
             for pp in ((SHORT_PP, 2 * SHORT_PP) if shortens else (choice.pp,))
         ]
         if not shortens:
             return peaks[0]
         growth = (choice.pp - 2 * SHORT_PP) / SHORT_PP
         first, middle, last = (
-            math.ceil(peaks[1][at] + growth * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT_PP else -1]))
+            math.ceil(
+                peaks[1][at]
+                + growth * (peaks[1][at] - peaks[0][at // 2 if at + 1 < 2 * SHORT_PP else -1])
+            )
             for at in (0, SHORT_PP, 2 * SHORT_PP - 1)
         )
         half = choice.pp // 2
@@ -71,16 +80,20 @@ def in_flight(cache: ModelCache, choice: Choice) -> tuple[int, ...]:
 
 
 def _steady_chunks(choice: Choice) -> int:
-    """Return a number of micro-batches beyond which each further one adds constant time and no memory.
+    """Return a number of micro-batches beyond which each further one adds constant time
+    and no memory.
 
-    Interleaved schedules work in groups of pp, and a remainder makes the groups larger, so the remainder is kept.
+    Interleaved schedules work in groups of pp, and a remainder makes the groups larger, so the
+    remainder is kept.
     """
     pp, chunks = choice.pp, choice.chunks
     return STEADY_CHUNKS * pp + chunks % pp if chunks > STEADY_CHUNKS * pp else chunks
 
 
 def compute_schedule(cache: ModelCache, choice: Choice) -> Schedule:
-    """Return the choice's schedule of computations, or an equivalent one with fewer micro-batches."""
+    """Return the choice's schedule of computations,
+    or an equivalent one with fewer micro-batches.
+    """
     return _cached_schedule(cache, choice, build)
 
 
@@ -89,7 +102,9 @@ def lowered_schedule(cache: ModelCache, choice: Choice) -> Schedule:
     return _cached_schedule(cache, choice, build_lowered)
 
 
-def _cached_schedule(cache: ModelCache, choice: Choice, builder: Callable[[str, int, int, int], Schedule]) -> Schedule:
+def _cached_schedule(
+    cache: ModelCache, choice: Choice, builder: Callable[[str, int, int, int], Schedule]
+) -> Schedule:
     numbers = choice.schedule, choice.pp, _steady_chunks(choice), choice.interleave
     return cache.cached((builder, *numbers), lambda: builder(*numbers))
 
@@ -101,18 +116,23 @@ def _stages_of(choice: Choice) -> tuple[object, ...]:
 
 
 def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
-    """Return a layout with the stages, profiles and footprints of a choice. Its schedule has no actions, and its
-    configuration may be that of another choice with equal stages."""
+    """Return a layout with the stages, profiles and footprints of a choice. Its schedule has no
+    actions, and its configuration may be that of another choice with equal stages.
+    """
     schedule = empty_schedule(choice)
 
     def build_layout() -> LayoutModel:
         return cache.layout(with_choice(cache.config, choice), schedule, approximate=True)
 
-    return replace(cache.cached(("approximate layout", _stages_of(choice)), build_layout), schedule=schedule)
+    return replace(
+        cache.cached(("approximate layout", _stages_of(choice)), build_layout), schedule=schedule
+    )
 
 
 def _extrapolated(choice: Choice, value: Callable[[Choice], float]) -> float:
-    """Evaluate ``value``; for micro-batches of more than 2 samples, extrapolate linearly from those of 1 and 2."""
+    """Evaluate ``value``; for micro-batches of more than 2 samples,
+    extrapolate linearly from those of 1 and 2.
+    """
     if choice.micro_batch_size <= 2:
         return value(choice)
     one, two = (value(choice._replace(micro_batch_size=few)) for few in (1, 2))
@@ -130,7 +150,9 @@ def estimate_s(cache: ModelCache, performance: PerformanceModel, choice: Choice)
 
 
 def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
-    """Return the estimated peak bytes of the fullest among the first, middle and last pipeline ranks."""
+    """Return the estimated peak bytes of the fullest among the first,
+    middle and last pipeline ranks.
+    """
     num_in_flight = in_flight(cache, choice)
     ranks = sorted({0, choice.pp // 2, choice.pp - 1})
 
@@ -149,13 +171,25 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
     def at_rest(of: Choice, elements: tuple[Elements, ...]) -> int:
         def count() -> int:
             config = with_choice(cache.config, of)
-            return sum(sum(held_at_rest(config, each)[:3]) for each in elements)
+            return sum(
+                sum(held_at_rest(config.parallel, config.optimizer, config.train.dtype, each)[:3])
+                for each in elements
+            )
 
-        return cache.cached(("at rest", of.degrees, of.zero, of.shard_factor, of.offload, elements), count)
+        return cache.cached(
+            ("at rest", of.degrees, of.zero, of.shard_factor, of.offload, elements), count
+        )
 
     def peak(of: Choice) -> float:
-        key = ("held", _stages_of(of), placement_of(of), tuple(num_in_flight[rank] for rank in ranks))
-        return max(at_rest(of, elements) + rest for elements, rest in cache.cached(key, lambda: held(of)))
+        key = (
+            "held",
+            _stages_of(of),
+            placement_of(of),
+            tuple(num_in_flight[rank] for rank in ranks),
+        )
+        return max(
+            at_rest(of, elements) + rest for elements, rest in cache.cached(key, lambda: held(of))
+        )
 
     def cached_peak(of: Choice) -> float:
         key = ("needed", of._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))
@@ -165,11 +199,15 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
 
 
 def _kept_bytes(layout: LayoutModel, stages: Sequence[int], num_in_flight: int) -> float:
-    """Return the bytes that a rank keeps for backward, of ``num_in_flight`` micro-batches over its stages.
+    """Return the bytes that a rank keeps for backward,
+    of ``num_in_flight`` micro-batches over its stages.
 
-    Beside other stages of its rank, the one with the loss has a single micro-batch in flight: its backward follows.
+    Beside other stages of its rank, the one with the loss has a single micro-batch in flight: its
+    backward follows.
     """
-    kept = {stage: layout.footprints[stage].kept + layout.footprints[stage].inputs for stage in stages}
+    kept = {
+        stage: layout.footprints[stage].kept + layout.footprints[stage].inputs for stage in stages
+    }
     with_loss = layout.schedule.num_stages - 1
     if with_loss not in kept or len(kept) == 1:
         return num_in_flight * sum(kept.values()) / len(kept)
@@ -178,7 +216,12 @@ def _kept_bytes(layout: LayoutModel, stages: Sequence[int], num_in_flight: int) 
 
 
 def least_bytes(cache: ModelCache, choice: Choice) -> tuple[int, int]:
-    """Return a rank's (device, host) bytes at rest, if the model were divided evenly over the pipeline ranks."""
+    """Return a rank's (device, host) bytes at rest,
+    if the model were divided evenly over the pipeline ranks.
+    """
     share = cache.total_elements(choice.tp, choice.sequence, choice.ep).divided(choice.pp)
-    *device_bytes, host_bytes = held_at_rest(with_choice(cache.config, choice), share)
+    config = with_choice(cache.config, choice)
+    *device_bytes, host_bytes = held_at_rest(
+        config.parallel, config.optimizer, config.train.dtype, share
+    )
     return sum(device_bytes), host_bytes

@@ -1,6 +1,7 @@
-"""Expert parallelism in the planner: degrees that a search tries, rows of the busiest rank, time of the exchange.
+"""Expert parallelism in the planner: degrees that a search tries, rows of the busiest rank,
+time of the exchange.
 
-degrees_to_try  degrees of ep that a search tries, inside a node; refusal: the rule that a degree breaks
+degrees_to_try  degrees of ep that a search tries, inside a node
 ExpertGroup     fake ep group whose rank receives skew x the mean of rows; its products and messages grow with them
 exchange_s      seconds of the all-to-alls: bytes inside the node and to other nodes go over separate links
 """
@@ -8,12 +9,12 @@ exchange_s      seconds of the all-to-alls: bytes inside the node and to other n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig
-from meshwright.expert_parallel.plan import expert_names
+from meshwright.config.combinations.features import Traits
+from meshwright.config.combinations.refused import find_excluding
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright_plan.planner.layer_profile import GroupMessages
@@ -32,65 +33,54 @@ class ExpertGroup(CountingGroup):
     """Rows of this rank's experts over the mean of the ranks."""
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
-        """Return even counts of the rows that this rank sends, and of those it receives: ``skew`` times as many."""
+        """Return even counts of the rows that this rank sends, and of those it receives:
+        ``skew`` times as many.
+        """
         most = round(total * min(self.skew, self.size))
         return [*super().host_counts(counts[:1], total), *super().host_counts(counts[1:], most)]
 
 
-def expert_counts(model: PlainModel) -> frozenset[int]:
-    """Return the different numbers of experts of the layers; empty for a model without any."""
-    names = expert_names(model.layers, model.plan)
-    return frozenset(whole.shape[0] for name in names for whole in model.layers.get_submodule(name).parameters())
-
-
 def load_limit(model: PlainModel) -> float:
-    """Return the largest possible load of a rank, rows over the mean: the capacity factor, or infinity without one.
+    """Return the largest possible load of a rank, rows over the mean: the capacity factor,
+    or infinity without one.
 
-    A factor below 1 counts as 1, so rows dropped from a balanced load are still counted. Rounding of the capacity to
-    whole tokens is ignored.
+    A factor below 1 counts as 1, so rows dropped from a balanced load are still counted. Rounding
+    of the capacity to whole tokens is ignored.
     """
-    routings = [getattr(module, "routing", None) for module in model.layers.modules() if hasattr(module, "route_ids")]
+    routings = [
+        getattr(module, "routing", None)
+        for module in model.layers.modules()
+        if hasattr(module, "route_ids")
+    ]
     factors = [getattr(routing, "capacity_factor", 0.0) for routing in routings]
     return max(1.0, *factors) if factors and all(factors) else math.inf
 
 
 def degrees_to_try(
-    config: RunConfig, counts: Iterable[int], pinned: int | None, tp: int, devices_per_node: int
+    traits: Traits, pinned: int | None, tp: int, devices_per_node: int, *, across_nodes: bool
 ) -> Iterator[int]:
     """Yield the degrees of ep that a search tries with ``tp``: only a pinned one if any.
 
-    They are multiples of tp that divide the ``counts`` of experts, inside a node without ``parallel.ep_across_nodes``.
+    They are multiples of tp that divide the numbers of experts, inside a node unless
+    ``across_nodes``.
     """
     if pinned is not None:
         yield pinned
         return
     yield 1
-    if config.optimizer.name == "adafactor":
+    if find_excluding("ep", traits) is not None:
         return
-    for ep in range(2, min(counts, default=1) + 1):
-        is_near = config.parallel.ep_across_nodes or devices_per_node % ep == 0
-        if ep % tp == 0 and is_near and all(number % ep == 0 for number in counts):
+    for ep in range(2, min(traits.experts) + 1):
+        is_near = across_nodes or devices_per_node % ep == 0
+        if ep % tp == 0 and is_near and all(count % ep == 0 for count in traits.experts):
             yield ep
 
 
 def suits(schedule: str, ep: int) -> bool:
-    """Return False for ``PAIRED`` without expert parallelism: its pairs then have no messages to hide."""
+    """Return False for ``PAIRED`` without expert parallelism:
+    its pairs then have no messages to hide.
+    """
     return ep > 1 or schedule != PAIRED
-
-
-def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence: bool, ranks: int) -> str:
-    """Return the rule that ``ep`` breaks in a layout whose stages have ``ranks`` ranks; "" for none."""
-    if ep == 1:
-        return ""
-    if not counts:
-        return f"ep {ep}: the model has no experts that ranks could share"
-    if any(number % ep for number in counts):
-        return f"ep {ep} does not divide {' and '.join(map(str, sorted(counts)))} experts"
-    if ranks % ep or ep % tp:
-        return f"ep {ep} must divide dp x cp x tp = {ranks} and be a multiple of tp {tp}"
-    if config.optimizer.name == "adafactor":
-        return f"ep {ep}: Adafactor steps whole experts"
-    return f"ep {ep} with tp {tp} needs sequence parallelism" if tp > 1 and not sequence else ""
 
 
 def shared_parameters(layer: nn.Module) -> list[nn.Parameter]:
@@ -100,22 +90,29 @@ def shared_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def count_shared(layer: nn.Module, trained: bool = True) -> int:
-    """Return the number of this rank's elements, trained or frozen, in experts of a layer that ranks share (ep)."""
+    """Return the number of this rank's elements, trained or frozen,
+    in experts of a layer that ranks share (ep).
+    """
     return sum(each.numel() for each in shared_parameters(layer) if each.requires_grad is trained)
 
 
 def largest_parameter(layer: nn.Module) -> int:
-    """Return the elements of a layer's largest trained parameter, without experts that ranks share."""
+    """Return the elements of a layer's largest trained parameter,
+    without experts that ranks share.
+    """
     shared = set(map(id, shared_parameters(layer)))
-    own = (each.numel() for each in layer.parameters() if each.requires_grad and id(each) not in shared)
+    own = (
+        each.numel() for each in layer.parameters() if each.requires_grad and id(each) not in shared
+    )
     return max(own, default=0)
 
 
 def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupMessages]) -> float:
     """Return the seconds of the all-to-alls of ``ep`` neighbouring ranks.
 
-    A rank sends equally many bytes to every other rank: to its own node over the node link and, at the same time, to
-    other nodes over its network link. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
+    A rank sends equally many bytes to every other rank: to its own node over the node link and, at
+    the same time, to other nodes over its network link. With measured links (CPU) an all-to-all
+    takes as long as a reduce-scatter.
     """
     hardware = performance.hardware
     spread = spread_of(ep, 1, performance.linked_ranks, performance.num_ranks)
@@ -126,9 +123,16 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
         if message.axis != AXIS:
             continue
         if hardware.messages:
-            seconds += performance.group_link(ep, 1).seconds(message.wire_bytes, message.calls, "reduce_scatter")
+            seconds += performance.group_link(ep, 1).seconds(
+                message.wire_bytes, message.calls, "reduce_scatter"
+            )
             continue
         near_s = message.wire_bytes * (1 - far_share) / reached.node_bytes_per_s
-        far_s = message.wire_bytes * far_share * performance.traits.far_rows_share / reached.cluster_bytes_per_s
+        far_s = (
+            message.wire_bytes
+            * far_share
+            * performance.traits.far_rows_share
+            / reached.cluster_bytes_per_s
+        )
         seconds += max(near_s, far_s) + message.calls * (latency_s + reached.call_s)
     return seconds

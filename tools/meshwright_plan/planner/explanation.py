@@ -1,8 +1,7 @@
-"""Explanation of a plan: the parallelism that the model needs, the first layout's lead by cause, rules of thumb."""
+"""Explanation of a plan: the parallelism that the model needs, the first layout's lead by cause."""
 
 from __future__ import annotations
 
-from meshwright.config import batch_numbers
 from meshwright.optimizer.at_rest import held_at_rest
 from meshwright.parameters import DTYPES
 from meshwright.terminal.format import format_size
@@ -11,8 +10,6 @@ from meshwright_plan.planner.plan import Plan, RankedLayout, usable_bytes
 from meshwright_plan.planner.ranking import TIE_SHARE, is_tie
 from meshwright_plan.planner.stage_time import stages_by_rank
 
-NAMES = {"adamw": "AdamW", "adamw8bit": "AdamW in 8 bits", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}
-NAMES |= {"schedule_free_adamw": "schedule-free AdamW", "adafactor": "Adafactor"}
 ALIKE_SHARE = 1e-4
 """Fraction of a step's time below which two layouts count as equally fast."""
 
@@ -22,31 +19,48 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
     hardware, room = plan.hardware, usable_bytes(plan.hardware)
     counts = cache.total_elements(1, False)
     elements, width = counts.trained, DTYPES[cache.config.train.dtype].itemsize
-    states = sum(held_at_rest(cache.config, counts))
-    name = NAMES.get(cache.config.optimizer.name, cache.config.optimizer.name)
+    states = sum(
+        held_at_rest(
+            cache.config.parallel, cache.config.optimizer, cache.config.train.dtype, counts
+        )
+    )
+    name = cache.config.optimizer.spec.title
     layers = cache.split(1, False).parameters.values()
-    largest_bytes = max(sum(parameter.num_elements for parameter in layer) for layer in layers) * (width + 4)
+    largest_bytes = max(sum(parameter.num_elements for parameter in layer) for layer in layers) * (
+        width + 4
+    )
     lines = [
-        f"weights, gradients and {name} of {elements:,} parameters are {format_size(states)}; a device has room for "
-        f"{format_size(room)}, a node for {format_size(room * hardware.devices_per_node)}"
+        f"weights, gradients and {name} of {elements:,} parameters are {format_size(states)}; a"
+        f" device has room for {format_size(room)}, a node for"
+        f" {format_size(room * hardware.devices_per_node)}"
     ]
     if states <= 0.7 * room:
-        lines.append("fits one device: plain replicas (DDP) or ZeRO-1; tensor and pipeline parallelism are not needed")
+        lines.append(
+            "fits one device: plain replicas (DDP) or ZeRO-1; tensor and pipeline parallelism are"
+            " not needed"
+        )
     elif states <= 0.7 * room * hardware.devices_per_node:
-        lines.append("fits one node, not one device: ZeRO-1 to -3 inside the node, or tensor parallelism there")
+        lines.append(
+            "fits one node, not one device: ZeRO-1 to -3 inside the node, or tensor parallelism"
+            " there"
+        )
     else:
         lines.append("fits no node: pipeline stages across nodes, or ZeRO-3 over many of them")
     if largest_bytes > room:
         lines.append(
-            f"the largest layer, {format_size(largest_bytes)} alone, fits no device: tensor parallelism needed"
+            f"the largest layer, {format_size(largest_bytes)} alone, fits no device: tensor"
+            " parallelism needed"
         )
     elif largest_bytes > room / 2:
-        lines.append(f"the largest layer takes {format_size(largest_bytes)}: tensor parallelism makes room")
+        lines.append(
+            f"the largest layer takes {format_size(largest_bytes)}: tensor parallelism makes room"
+        )
     if plan.nodes > 1:
         ratio = hardware.node_link.bytes_per_s / hardware.cluster_link.bytes_per_s
         lines.append(
-            f"links inside a node are {ratio:.0f} times as fast as those between: tensor parallelism stays inside "
-            f"(tp <= {hardware.devices_per_node}), pipeline stages go across"
+            f"links inside a node are {ratio:.0f} times as fast as those between: tensor"
+            f" parallelism stays inside (tp <= {hardware.devices_per_node}), pipeline stages go"
+            " across"
         )
     return lines
 
@@ -60,13 +74,18 @@ def why(first: RankedLayout, other: RankedLayout) -> str:
         return f"the first and the second take the same time, {duration(first.time.total)} per step"
     if lost < 0:
         what, least = min(lead.items(), key=lambda each: each[1])
-        text = f"the second is predicted to be {duration(-lost, 3)} faster ({signed_duration(least)} in {what})"
+        text = (
+            f"the second is predicted to be {duration(-lost, 3)} faster ({signed_duration(least)}"
+            f" in {what})"
+        )
         return f"{text}, a tie (below {TIE_SHARE:.0%}): the first is simpler"
     what, most = max(lead.items(), key=lambda each: each[1])
     gain, least = min(lead.items(), key=lambda each: each[1])
     text = f"the first beats the second by {duration(lost, 3)}: {signed_duration(most)} in {what}"
     text += f", {signed_duration(least)} in {gain}" if least < -0.05 * abs(most) else ""
-    return text + (f", a tie (below {TIE_SHARE:.0%})" if is_tie(first.time.total, other.time.total) else "")
+    return text + (
+        f", a tie (below {TIE_SHARE:.0%})" if is_tie(first.time.total, other.time.total) else ""
+    )
 
 
 def parts(layout: RankedLayout) -> dict[str, float]:
@@ -107,7 +126,9 @@ def _cp(layout: RankedLayout) -> float:
 
 
 def _ep(layout: RankedLayout) -> float:
-    """Return the seconds of expert-parallel messages on the rank with most, without those hidden by F/B pairs."""
+    """Return the seconds of expert-parallel messages on the rank with most,
+    without those hidden by F/B pairs.
+    """
     return max(_by_rank(layout, "ep")) * layout.choice.chunks - layout.time.hidden
 
 
@@ -118,13 +139,20 @@ def _messages(layout: RankedLayout) -> float:
 def _busy(layout: RankedLayout) -> float:
     """Return the seconds of computation on the busiest rank."""
     parts = (_by_rank(layout, field) for field in ("forward", "backward", "weight_half"))
-    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _messages(layout) - layout.time.hidden
+    return (
+        max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks
+        - _messages(layout)
+        - layout.time.hidden
+    )
 
 
 def _by_rank(layout: RankedLayout, field: str) -> list[float]:
     """Sum a field of StageTime over the stages of each pipeline rank."""
     times = layout.time.stages
-    return [sum(getattr(times[stage], field) for stage in own) for own in stages_by_rank(layout.layout.schedule)]
+    return [
+        sum(getattr(times[stage], field) for stage in own)
+        for own in stages_by_rank(layout.layout.schedule)
+    ]
 
 
 def _idle(layout: RankedLayout) -> float:
@@ -133,33 +161,3 @@ def _idle(layout: RankedLayout) -> float:
 
 def _dp(layout: RankedLayout) -> float:
     return layout.time.reduce + layout.time.gather
-
-
-def sanity(cache: ModelCache, layout: RankedLayout) -> list[str]:
-    """Compare counted figures with rules of thumb, where the model's options are those of a transformer."""
-    options, config, model = cache.config.model.options, layout.config, layout.layout
-    elements = max(sum(model.elements[stage].trained for stage in own) for own in stages_by_rank(model.schedule))
-    fullest = max(layout.memory, key=lambda each: each.at_rest + each.host)
-    num_bytes, host_bytes = fullest.at_rest + fullest.host, fullest.host
-    zero = f"with ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
-    lines = [
-        f"16 bytes per parameter: {format_size(16 * elements)} on the rank with most; here {format_size(num_bytes)}, "
-        f"{num_bytes / elements:.3g} bytes per parameter {zero}"
-        + (f", {format_size(host_bytes)} of it in the host's memory" if host_bytes else "")
-    ]
-    parts = {name: getattr(fullest, name) / elements for name in ("weights", "gradients", "optimizer", "host")}
-    lines.append("of these: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
-    needed = ("hidden_size", "num_heads", "num_layers")
-    if all(isinstance(options.get(name), int) for name in needed):
-        s, b = config.data.sequence_length // config.parallel.cp, batch_numbers(config).micro_batch_size
-        h, a, layers, t = options["hidden_size"], options["num_heads"], options["num_layers"], config.parallel.tp
-        wide = DTYPES[config.train.dtype].itemsize / 2  # the formula is for 16 bits
-        low, high = wide * 2 * s * b * h * layers / t, wide * s * b * h * layers * (34 + 5 * a * s / h) / t
-        kept = sum(each.kept for each in model.footprints)
-        between = "within" if low <= kept <= high else "outside"
-        lines.append(
-            f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {format_size(round(low))} .. "
-            f"{format_size(round(high))}; counted, with the logits, {format_size(kept)} for one micro-batch through "
-            f"all stages: {between}"
-        )
-    return lines

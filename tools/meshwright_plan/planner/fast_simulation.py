@@ -1,4 +1,6 @@
-"""Fast simulation of a schedule's computations, for the many layouts of a search; messages are delays, not spans."""
+"""Fast simulation of a schedule's computations, for the many layouts of a search;
+messages are delays, not spans.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,16 @@ from meshwright.schedule.analysis import Costs, Span, Timeline, pair_spans
 
 
 def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
-    """Simulate a schedule with buffered sends; return its computations. Several times as fast as :func:`simulate`.
+    """Simulate a schedule with buffered sends; return its computations.
+    Several times as fast as :func:`simulate`.
 
     ``schedule``: from ``build``, not lowered. Raises :class:`ScheduleError` if it hangs.
     """
     last = schedule.num_stages - 1
     ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-    forth = [costs[s].comm if s < last and ranks[s] != ranks[s + 1] else 0.0 for s in range(last + 1)]
+    forth = [
+        costs[s].comm if s < last and ranks[s] != ranks[s + 1] else 0.0 for s in range(last + 1)
+    ]
     back = [costs[s].comm if s > 0 and ranks[s] != ranks[s - 1] else 0.0 for s in range(last + 1)]
     takes = {(kind, stage): cost.of(kind) for kind in COMPUTE for stage, cost in enumerate(costs)}
     arrives: dict[tuple[bool, int, int], float] = {}
@@ -42,9 +47,13 @@ def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
                 waiting[missing] = rank
                 break
             if isinstance(row[positions[rank]], Action):
-                own.append(Span(rank, group[0], clock, clock + takes[group[0].kind, group[0].stage or 0]))
+                own.append(
+                    Span(rank, group[0], clock, clock + takes[group[0].kind, group[0].stage or 0])
+                )
             else:
-                own += pair_spans(rank, group, clock, [costs[each.stage or 0].parts(each.kind) for each in group])
+                own += pair_spans(
+                    rank, group, clock, [costs[each.stage or 0].parts(each.kind) for each in group]
+                )
             clock = own[-1].end
             positions[rank] += 1
             for kind, stage, microbatch in group:
@@ -57,6 +66,7 @@ def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
         clocks[rank] = clock
     if waiting:
         raise ScheduleError(
-            "MW-SCHEDULE-008", f"{schedule.name} hangs: ranks wait for each other ({len(waiting)}); see check()"
+            "MW-SCHEDULE-008",
+            f"{schedule.name} hangs: ranks wait for each other ({len(waiting)}); see check()",
         )
     return Timeline(schedule.name, tuple(span for row in spans for span in row))

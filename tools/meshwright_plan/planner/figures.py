@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright_plan.planner.explanation import duration
-from meshwright_plan.planner.memory import CATEGORIES, RankMemory
+from meshwright_plan.planner.memory.rank import CATEGORIES, RankMemory
 from meshwright_plan.planner.plan import Plan, usable_bytes
 
 if TYPE_CHECKING:
@@ -24,16 +24,23 @@ MIN_BARS = 8
 NEAR = 24
 """Distance in pixels below which the numbers of two points would overlap."""
 FAR = 6
-"""Ratio of room to peak memory above which the room is text, not a line, to keep the rest readable."""
+"""Ratio of room to peak memory above which the room is text, not a line,
+to keep the rest readable.
+"""
 
 
 def _unit(most: int) -> tuple[str, int]:
     """Return a readable (name, bytes) unit for this many bytes."""
-    return next(((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20)) if most >= size), ("KiB", 2**10))
+    return next(
+        ((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20)) if most >= size),
+        ("KiB", 2**10),
+    )
 
 
 def memory_bars(memory: Sequence[RankMemory], room: int) -> Figure:
-    """Draw a stacked memory bar for each pipeline rank, and a line at ``room``, a device's usable bytes."""
+    """Draw a stacked memory bar for each pipeline rank, and a line at ``room``,
+    a device's usable bytes.
+    """
     shown = list(enumerate(memory))
     if len(shown) > MAX_BARS:
         shown = [*shown[: MAX_BARS // 2], *shown[-MAX_BARS // 2 :]]
@@ -72,11 +79,17 @@ def trade_off(plan: Plan) -> Figure:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     drawn, axes = _new_figure(4.2)
-    fullest = max([*(needed for _, needed, _ in plan.trade_off), *(layout.peak_bytes for layout in plan.best)])
+    fullest = max(
+        [*(needed for _, needed, _ in plan.trade_off), *(layout.peak_bytes for layout in plan.best)]
+    )
     unit, size = _unit(fullest)
     tps = sorted({choice.tp for _, _, choice in plan.trade_off})
     for index, tp in enumerate(tps):
-        points = [(needed / size, seconds) for seconds, needed, choice in plan.trade_off if choice.tp == tp]
+        points = [
+            (needed / size, seconds)
+            for seconds, needed, choice in plan.trade_off
+            if choice.tp == tp
+        ]
         x, y = [point[0] for point in points], [point[1] for point in points]
         axes.scatter(x, y, s=9, color=COLOURS[index % len(COLOURS)], label=f"tp {tp}", alpha=0.8)
     room = usable_bytes(plan.hardware)
@@ -117,23 +130,31 @@ def _new_figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _title_far_limit(axes: Axes, room: int, fullest: int) -> bool:
-    """Write a memory limit far above the peak into the title instead of a line; return False for any other limit."""
+    """Write a memory limit far above the peak into the title instead of a line;
+    return False for any other limit.
+    """
     if room <= FAR * fullest:
         return False
     unit, size = _unit(room)
-    axes.set_title(f"room {room / size:.3g} {unit}, far beyond", loc="right", color=LIMIT_COLOUR, fontsize=9)
+    axes.set_title(
+        f"room {room / size:.3g} {unit}, far beyond", loc="right", color=LIMIT_COLOUR, fontsize=9
+    )
     return True
 
 
 def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """Draw a ring and a number at each point; close points share one label below the lowest of them."""
+    """Draw a ring and a number at each point;
+    close points share one label below the lowest of them.
+    """
     x, y = zip(*points, strict=True)
     axes.scatter(x, y, s=42, facecolor="none", edgecolor=LIMIT_COLOUR, linewidth=1.2)
     drawn.draw_without_rendering()
     placed: list[tuple[float, float, list[int]]] = []
     for number, point in enumerate(points, start=1):
         a, b = axes.transData.transform(point)
-        near = next((each for each in placed if abs(each[0] - a) < NEAR and abs(each[1] - b) < NEAR), None)
+        near = next(
+            (each for each in placed if abs(each[0] - a) < NEAR and abs(each[1] - b) < NEAR), None
+        )
         if near is None:
             placed.append((a, b, [number]))
         else:
@@ -158,4 +179,6 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )

@@ -39,10 +39,14 @@ class Link(Section):
 
 
 class Ring(Link):
-    """Rate and latency per hop of an all-reduce over a ring of one length, while all other rings run at once."""
+    """Rate and latency per hop of an all-reduce over a ring of one length,
+    while all other rings run at once.
+    """
 
     size: int = Field(ge=2)
-    """Ring inside a node: number of its ranks. Ring across nodes, with one rank in each: number of nodes."""
+    """Ring inside a node: number of its ranks. Ring across nodes, with one rank in each:
+    number of nodes.
+    """
 
 
 class Rate(Section):
@@ -62,7 +66,9 @@ class Hardware(Section):
     """True if the rates were measured on the GPU itself, and are not those of a data sheet."""
     devices_per_node: Devices
     devices_per_domain: Devices | None = None
-    """Number of devices that ``node_link`` connects, of several nodes (an NVLink domain); None: those of one node."""
+    """Number of devices that ``node_link`` connects, of several nodes (an NVLink domain); None:
+    those of one node.
+    """
     memory_bytes: Bytes
     """Memory of a device."""
     reserved_bytes: int = Field(default=0, ge=0)
@@ -70,30 +76,44 @@ class Hardware(Section):
     host_memory_bytes: Bytes = 2 * 2**40
     """Memory of a node's host for ``parallel.offload``."""
     host_memory_bytes_per_s: PerSecond = 200e9
-    """Memory bandwidth of a node's host, shared by its devices (half of two sockets' data sheet)."""
+    """Memory bandwidth of a node's host,
+    shared by its devices (half of two sockets' data sheet).
+    """
     processors: Devices
-    """Processors (SMs) of a device, each on one tile of a product. CPU: cores of a node, shared by its ranks."""
+    """Processors (SMs) of a device, each on one tile of a product. CPU: cores of a node,
+    shared by its ranks.
+    """
     memory_bytes_per_s: PerSecond
     flops_per_s: dict[str, PerSecond]
     """Dense peak by dtype. Without float16: that of bfloat16."""
     product_share: Share = 1.0
     """Fraction of ``flops_per_s`` that the largest products reach."""
     attention_share: Share = 0.4
-    """Fraction of the peak that a fused attention kernel reaches in forward; causal attention has half the FLOPs."""
+    """Fraction of the peak that a fused attention kernel reaches in forward;
+    causal attention has half the FLOPs.
+    """
     torch_attention_shares: tuple[Share, Share] | None = None
-    """Fractions of the peak that torch's own attention reaches, in forward and backward; None: as the usual kernel."""
+    """Fractions of the peak that torch's own attention reaches, in forward and backward; None:
+    as the usual kernel.
+    """
     attention_backward_share: Share | None = None
-    """``attention_share`` of backward, if both were measured on the device; None: published rates, fitted constants."""
+    """``attention_share`` of backward, if both were measured on the device; None: published rates,
+    fitted constants.
+    """
     node_link: Link
     cluster_link: Link
     node_send: Link | None = None
     """One message between two devices of a node, if it was measured; None: ``node_link``."""
     cluster_send: Link | None = None
-    """One message between two devices of different nodes, if it was measured; None: ``cluster_link``."""
+    """One message between two devices of different nodes, if it was measured; None:
+    ``cluster_link``.
+    """
     node_rings: list[Ring] = []
     """Measured rings inside a node, shortest first; empty: ``node_link`` whatever their length."""
     cluster_rings: list[Ring] = []
-    """Measured rings across nodes, shortest first; empty: ``cluster_link`` whatever their length."""
+    """Measured rings across nodes, shortest first; empty:
+    ``cluster_link`` whatever their length.
+    """
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
     """Link to host memory, each way."""
     operation_s: Seconds = 0.0
@@ -101,26 +121,36 @@ class Hardware(Section):
     whole_share: Share = 1.0
     """Fraction of the measured rates (``products``, ``copies``) that a whole layer reaches."""
     products: list[Rate] = []
-    """Measured products, smallest first; empty: the formula of ``PerformanceModel.product_share``."""
+    """Measured products, smallest first; empty:
+    the formula of ``PerformanceModel.product_share``.
+    """
     other_products: dict[str, list[Rate]] = {}
     """Measured products of dtypes whose curve is another, by dtype."""
     copies: list[Rate] = []
     """Measured elementwise operations, smallest first; empty: ``memory_bytes_per_s``."""
     messages: dict[Message, Link] = {}
-    """Measured links by kind of message, carried by CPU cores; latency per hop. Empty: the links above."""
+    """Measured links by kind of message, carried by CPU cores; latency per hop. Empty:
+    the links above.
+    """
 
     @field_validator("flops_per_s")
     @classmethod
     def _as_fast_as_bfloat16(cls, rates: dict[str, float]) -> dict[str, float]:
         """Add float16: devices compute it as fast as bfloat16."""
-        return {**rates, "float16": rates["bfloat16"]} if "bfloat16" in rates and "float16" not in rates else rates
+        return (
+            {**rates, "float16": rates["bfloat16"]}
+            if "bfloat16" in rates and "float16" not in rates
+            else rates
+        )
 
     @field_validator("products", "copies", "node_rings", "cluster_rings")
     @classmethod
     def _smallest_first(cls, curve: list[Rate] | list[Ring]) -> list[Rate] | list[Ring]:
         sizes = [rate.size for rate in curve]
         if any(a >= b for a, b in pairwise(sizes)):
-            raise ValueError(f"sizes have to rise, these are {', '.join(f'{size:g}' for size in sizes)}")
+            raise ValueError(
+                f"sizes have to rise, these are {', '.join(f'{size:g}' for size in sizes)}"
+            )
         return curve
 
     @field_validator("other_products")
@@ -134,7 +164,8 @@ class Hardware(Section):
     def _leaves_memory(self) -> Self:
         if self.reserved_bytes >= self.memory_bytes:
             raise ValueError(
-                f"reserved_bytes {self.reserved_bytes:,} leave nothing of memory_bytes {self.memory_bytes:,}"
+                f"reserved_bytes {self.reserved_bytes:,} leave nothing of memory_bytes"
+                f" {self.memory_bytes:,}"
             )
         return self
 
@@ -163,13 +194,17 @@ class Hardware(Section):
             dtypes = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
                 "MW-PLANNER-001",
-                f'hardware {self.name}: [flops_per_s] has no {dtype}, needed for train.dtype = "{dtype}"; it has '
-                f"{dtypes}: add the rate, or set --train.dtype={next(iter(self.flops_per_s), 'float32')}",
+                f"hardware {self.name}: [flops_per_s] has no {dtype}, needed for train.dtype ="
+                f' "{dtype}"; it has '
+                f"{dtypes}: add the rate, or set"
+                f" --train.dtype={next(iter(self.flops_per_s), 'float32')}",
             )
 
 
 def interpolated_seconds(curve: list[Rate], size: float) -> float:
-    """Interpolate the seconds of an operation from measured sizes; beyond the last, use its rate."""
+    """Interpolate the seconds of an operation from measured sizes; beyond the last,
+    use its rate.
+    """
     times = [rate.size / rate.per_s for rate in curve]
     if size >= curve[-1].size:
         return size / curve[-1].per_s
@@ -183,7 +218,11 @@ def interpolated_seconds(curve: list[Rate], size: float) -> float:
 def known() -> list[str]:
     """Return the names that ``--cluster`` accepts besides paths."""
     folder = own_folder("configs") / "clusters"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    )
 
 
 def read_hardware(name: str) -> Hardware:
@@ -208,17 +247,23 @@ def hardware_text(name: str) -> str:
     if not path.is_file():
         close = difflib.get_close_matches(path.stem.lower(), known(), 1)
         hint = f"did you mean {close[0]}? " if close else ""
-        problem = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
+        problem = (
+            "this is a folder"
+            if name and path.is_dir()
+            else "no hardware of that name, and no such file"
+        )
         raise ConfigError(
             "MW-PLANNER-002",
-            f"--cluster {name or repr(name)}: {problem}; {hint}known are {', '.join(known())}; or name a TOML file, "
-            f"such as `meshwright calibrate --out FILE.toml` writes",
+            f"--cluster {name or repr(name)}: {problem}; {hint}known are {', '.join(known())}; or"
+            " name a TOML file, such as `meshwright calibrate --out FILE.toml` writes",
         )
     try:
         return read_text(path, MAX_TOML_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError("MW-PLANNER-003", f"--cluster {name}: cannot be read ({reason})") from None
+        raise ConfigError(
+            "MW-PLANNER-003", f"--cluster {name}: cannot be read ({reason})"
+        ) from None
 
 
 def _parse(text: str, name: str) -> Hardware:
@@ -228,7 +273,10 @@ def _parse(text: str, name: str) -> Hardware:
     except ValidationError as error:
         raise ConfigError.join(
             [
-                ConfigError("MW-PLANNER-004", f"{name}: {_key_problem(each['loc'], each['type'], each['msg'])}")
+                ConfigError(
+                    "MW-PLANNER-004",
+                    f"{name}: {_key_problem(each['loc'], each['type'], each['msg'])}",
+                )
                 for each in error.errors()
             ]
         ) from None

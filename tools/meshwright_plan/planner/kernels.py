@@ -1,4 +1,6 @@
-"""Execution options of profiled layers, and stand-ins for their kernels: fused attention, norm, cross-entropy."""
+"""Execution options of profiled layers, and stand-ins for their kernels: fused attention, norm,
+cross-entropy.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class ExecutionOptions(NamedTuple):
     """Execution choices that the model does not fix: fusion, kernels, saved tensors."""
 
     fused: bool = False
-    """Neighbouring operations other than products are fused, by a compiler or by special kernels."""
+    """Neighbouring operations other than products are fused,
+    by a compiler or by special kernels.
+    """
     fused_attention: bool = True
     """Attention never writes its scores."""
     fuses_any_attention: bool = True
@@ -39,15 +43,20 @@ class ExecutionOptions(NamedTuple):
     saves_inputs: bool = False
     """A gated activation keeps its inputs and recomputes its product in backward."""
     accumulates: bool = False
-    """A product accumulates into the gradient itself, so a weight's gradient needs no extra memory."""
+    """A product accumulates into the gradient itself,
+    so a weight's gradient needs no extra memory.
+    """
     recomputes_whole: bool = False
     """Recompute runs to its end, even past the last tensor that backward needs."""
     groups_experts: bool = False
-    """The products of all experts of a rank are one grouped product (torch's on CUDA in bfloat16)."""
+    """The products of all experts of a rank are one grouped product (torch's on CUDA
+    in bfloat16).
+    """
 
 
 def stand_for(device: str, layers: nn.Module) -> None:
-    """Set ``meta_device`` of all modules that have it: the device type whose kernels tensors without values take.
+    """Set ``meta_device`` of all modules that have it:
+    the device type whose kernels tensors without values take.
 
     ``device``: type, such as "cuda"; "": that of the tensors.
     """
@@ -57,7 +66,8 @@ def stand_for(device: str, layers: nn.Module) -> None:
 
 
 class KernelMode(TorchFunctionMode):
-    """Context in which fused ``F.scaled_dot_product_attention`` is recorded as one operation, as on a real device.
+    """Context in which fused ``F.scaled_dot_product_attention`` is recorded as one operation,
+    as on a real device.
 
     Without fused attention it is two products and a softmax of all scores.
     """
@@ -82,7 +92,9 @@ class KernelMode(TorchFunctionMode):
         return result
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the saved form of a tensor: only shape and dtype if it is a SiLU output in a product."""
+        """Return the saved form of a tensor:
+        only shape and dtype if it is a SiLU output in a product.
+        """
         is_factor = self._called is Tensor.mul and not tensor.is_leaf
         if is_factor and self.recorder.number_of(tensor) in self._recomputable:
             return tensor.shape, tensor.dtype
@@ -91,7 +103,11 @@ class KernelMode(TorchFunctionMode):
     @staticmethod
     def unpack(saved: Any) -> Tensor:
         """Restore a saved tensor; one saved as shape and dtype becomes an empty meta tensor."""
-        return saved if isinstance(saved, Tensor) else torch.empty(saved[0], dtype=saved[1], device="meta")
+        return (
+            saved
+            if isinstance(saved, Tensor)
+            else torch.empty(saved[0], dtype=saved[1], device="meta")
+        )
 
     def _attend(
         self,
@@ -106,7 +122,9 @@ class KernelMode(TorchFunctionMode):
         needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
         fused = self.execution.fused_attention
         if fused and (self.execution.fuses_any_attention or not needs_more):
-            self.recorder.attended.append((round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value))))
+            self.recorder.attended.append(
+                (round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value)))
+            )
             transposed = self.execution.any_order or self.execution.saves_inputs
             new_output = partial(_attention_output, transposed)
             kernel = AttentionKernel(
@@ -114,7 +132,9 @@ class KernelMode(TorchFunctionMode):
             )
             return fused_attention(kernel, query, key, value, attn_mask)
         if fused:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **rest
+            )
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -127,8 +147,11 @@ class KernelMode(TorchFunctionMode):
 
 
 def _attention_output(transposed: bool, query: Tensor, value: Tensor) -> Tensor:
-    """Return an empty output (B, H, S, d_v); ``transposed``: it lies as (B, S, H, d_v) in memory."""
-    output = torch.empty_like(query)  # even where it is replaced: the published peaks of memory include it
+    """Return an empty output (B, H, S, d_v); ``transposed``: it lies as (B, S, H, d_v)
+    in memory.
+    """
+    # even where it is replaced: the published peaks of memory include it
+    output = torch.empty_like(query)
     if transposed:
         *batch, heads, length, _ = query.shape
         output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
@@ -137,22 +160,29 @@ def _attention_output(transposed: bool, query: Tensor, value: Tensor) -> Tensor:
     return output
 
 
-class _FusedNorm(torch.autograd.Function):
-    """Norm as one kernel that keeps its input and one number per row."""
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm as CUDA's kernel: one operation, which keeps its input and one number per row.
+
+    x (..., normalised), weight (normalised) or None; values are not those of a norm.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return x + 1
+    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
+        rows = (*x.shape[: x.dim() - num_dims], *[1] * num_dims)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=dtype))
+        return x + 1  # an operation that reads x and writes as much
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        return gradient + x, None, None if weight is None else torch.empty_like(weight), None
+        return gradient + x, None, None if weight is None else torch.empty_like(weight)
 
 
-def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    output: Tensor = _FusedNorm.apply(x, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+def _rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    output: Tensor = FusedNorm.apply(x, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -1,4 +1,6 @@
-"""Profile of one layer for one micro-batch on one tp rank: its operations, its messages and its memory."""
+"""Profile of one layer for one micro-batch on one tp rank: its operations,
+its messages and its memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class CoreCall(NamedTuple):
     flops: float
     """FLOPs of all pairs of this rank's queries and the sample's keys."""
     groups: int = 1
-    """Number of head groups (``cp_head_groups``): keys of one are exchanged while another attends."""
+    """Number of head groups (``cp_head_groups``):
+    keys of one are exchanged while another attends.
+    """
 
 
 class GroupMessages(NamedTuple):
@@ -42,7 +46,9 @@ class OutputTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """Profile of a layer for one micro-batch on one tp rank; the last includes the loss. Bytes are of live tensors."""
+    """Profile of a layer for one micro-batch on one tp rank; the last includes the loss.
+    Bytes are of live tensors.
+    """
 
     name: str
     forward: tuple[Work, ...]
@@ -52,22 +58,32 @@ class LayerProfile:
     forward_messages: tuple[GroupMessages, ...]
     backward_messages: tuple[GroupMessages, ...]
     num_parameters: int
-    """Number of local trained parameter elements; a weight tied to another layer's counts in both."""
+    """Number of local trained parameter elements;
+    a weight tied to another layer's counts in both.
+    """
     kept_bytes: int
-    """Bytes kept between forward and backward, without inputs; includes the output if the layer keeps it."""
+    """Bytes kept between forward and backward, without inputs;
+    includes the output if the layer keeps it.
+    """
     inputs_kept: tuple[bool, ...]
     """True for each input leaf that the layer keeps for backward."""
     outputs: tuple[OutputTensor, ...]
     forward_peak: int
     """Peak bytes in forward, above the bytes live before it, without inputs."""
     backward_peak: int
-    """Peak bytes in backward, above the bytes live before it, including those kept (which are freed gradually)."""
+    """Peak bytes in backward, above the bytes live before it,
+    including those kept (which are freed gradually).
+    """
     backward_peak_from_outside: int
-    """The same without the incoming gradient, for a stage's last layer, whose gradient is a received message."""
+    """The same without the incoming gradient, for a stage's last layer,
+    whose gradient is a received message.
+    """
     deferred_bytes: int = 0
     """Bytes kept between the halves of a split backward."""
     weight_peak: int = 0
-    """Peak bytes in the second half of a split backward, above the bytes live before it and those kept."""
+    """Peak bytes in the second half of a split backward,
+    above the bytes live before it and those kept.
+    """
     attended: tuple[tuple[int, int], ...] = ()
     """(bytes of queries, bytes of keys and values) of each attention in forward."""
     cores: tuple[CoreCall, ...] = ()
@@ -85,7 +101,13 @@ class LayerProfile:
     @property
     def identity(self) -> tuple[int, ...]:
         """Key that a profile shares with its copies under other names, while they are alive."""
-        return id(self.forward), id(self.backward), id(self.outputs), self.kept_bytes, self.backward_peak
+        return (
+            id(self.forward),
+            id(self.backward),
+            id(self.outputs),
+            self.kept_bytes,
+            self.backward_peak,
+        )
 
     @property
     def num_dense(self) -> int:

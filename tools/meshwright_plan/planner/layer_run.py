@@ -19,7 +19,12 @@ from meshwright.pipeline.plan import SplitBackward, accumulate_deferred, recompu
 from meshwright_plan.planner.context import ContextMeter
 from meshwright_plan.planner.experts import count_shared, largest_parameter
 from meshwright_plan.planner.kernels import ExecutionOptions, FusedCrossEntropy, KernelMode
-from meshwright_plan.planner.layer_profile import CoreCall, GroupMessages, LayerProfile, OutputTensor
+from meshwright_plan.planner.layer_profile import (
+    CoreCall,
+    GroupMessages,
+    LayerProfile,
+    OutputTensor,
+)
 from meshwright_plan.planner.operations import WorkRecorder
 
 
@@ -67,7 +72,8 @@ class LayerRun:
 
         Args:
             loss: function of the layer's output; None if the layer is not the last.
-            recompute: names of the parts that are recomputed in backward, below the layer; "" is the layer itself.
+            recompute: names of the parts that are recomputed in backward, below the layer; "" is
+                the layer itself.
         """
         self.name, self.layer, self.tp, self.execution, self.loss = name, layer, tp, execution, loss
         self.meter: ContextMeter | None = None
@@ -81,16 +87,21 @@ class LayerRun:
         if "" in recompute:
             self.run = partial(recomputed, layer, self._recompute_context)
         elif recompute:
-            recompute_parts("", layer, [part.removeprefix(".") for part in recompute], self._recompute_context)
+            parts = [f"{name}{part}" for part in recompute]
+            recompute_parts(name, layer, parts, self._recompute_context)
 
     @contextmanager
     def _recompute_context(self) -> Iterator[None]:
-        """Enter the kernel and split-backward modes again for a recomputed layer: backward runs outside them."""
+        """Enter the kernel and split-backward modes again for a recomputed layer:
+        backward runs outside them.
+        """
         with KernelMode(self.recorder, self.execution), self.split or nullcontext():
             yield
 
     def profile(self, value: Any) -> tuple[LayerProfile, Any]:
-        """Run the layer on ``value``; return its profile, and its output as the next layer's input."""
+        """Run the layer on ``value``; return its profile,
+        and its output as the next layer's input.
+        """
         recorder, layer = self.recorder, self.layer
         for parameter in layer.parameters():
             if parameter.requires_grad:
@@ -105,17 +116,19 @@ class LayerRun:
         with self.kernels, recorder, self.split or nullcontext(), hooks, stop:
             forward = self._forward(leaves, tree)
             alive = recorder.alive()
-            kept_bytes = recorder.live - sum(size for number, size in forward.inputs if number in alive)
+            kept_bytes = recorder.live - sum(
+                size for number, size in forward.inputs if number in alive
+            )
             kept_bytes -= 0 if self.root is None else self.root.untyped_storage().nbytes()
             if self.execution.accumulates and self.loss is None:
-                tokens = {leaf.shape[:-1].numel() * ranks for leaf in leaves for ranks in (1, self.tp.size)}
-                weights = {tuple(p.shape) for p in layer.parameters() if p.dim() == 2}
-                recorder.accumulated = weights | {shape[::-1] for shape in weights}, tokens
+                recorder.accumulated = self._accumulated(leaves)
             backward = self._backward(leaves)
         for leaf in leaves:
             leaf.grad = None
         index_of = {number: index for index, (number, _) in enumerate(forward.inputs)}
-        work = partial(recorder.work, fused=self.execution.fused, any_order=self.execution.any_order)
+        work = partial(
+            recorder.work, fused=self.execution.fused, any_order=self.execution.any_order
+        )
         profile = LayerProfile(
             self.name,
             forward=work(0, forward.num_ops),
@@ -126,7 +139,10 @@ class LayerRun:
             num_parameters=sum(each.numel() for each in layer.parameters() if each.requires_grad),
             kept_bytes=kept_bytes,
             inputs_kept=tuple(number in alive for number, _ in forward.inputs),
-            outputs=tuple(OutputTensor(s, index_of.get(n), n in alive, needs) for n, s, needs in forward.outputs),
+            outputs=tuple(
+                OutputTensor(s, index_of.get(n), n in alive, needs)
+                for n, s, needs in forward.outputs
+            ),
             forward_peak=forward.peak,
             backward_peak=backward.peak,
             backward_peak_from_outside=backward.peak_from_outside,
@@ -136,15 +152,27 @@ class LayerRun:
             cores=forward.cores,
             num_experts=count_shared(layer),
             largest=largest_parameter(layer),
-            num_frozen=sum(p.numel() for p in layer.parameters() if not p.requires_grad) - count_shared(layer, False),
+            num_frozen=sum(p.numel() for p in layer.parameters() if not p.requires_grad)
+            - count_shared(layer, False),
             width=next((leaf.shape[-1] for leaf in leaves if leaf.is_floating_point()), 0),
         )
         return profile, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))
 
+    def _accumulated(self, leaves: list[Tensor]) -> tuple[set[tuple[int, ...]], set[int]]:
+        """Return the shapes of weights, and the numbers of tokens, whose products accumulate into
+        gradients.
+        """
+        weights = {tuple(p.shape) for p in self.layer.parameters() if p.dim() == 2}
+        tokens = {leaf.shape[:-1].numel() for leaf in leaves}
+        tokens |= {self.tp.size * number for number in tokens}
+        return weights | {shape[::-1] for shape in weights}, tokens
+
     def _forward(self, leaves: list[Tensor], tree: Any) -> _ForwardRecord:
         recorder = self.recorder
         own_leaves = [_with_own_storage(leaf) for leaf in leaves]
-        inputs = [(recorder.number_of(leaf), leaf.untyped_storage().nbytes()) for leaf in own_leaves]
+        inputs = [
+            (recorder.number_of(leaf), leaf.untyped_storage().nbytes()) for leaf in own_leaves
+        ]
         base = recorder.live
         recorder.restart_peak()
         try:
@@ -154,8 +182,9 @@ class LayerRun:
             loss = ", or the loss of what it returns," if self.loss is not None else ""
             raise ModelError(
                 "MW-PLANNER-006",
-                f"layer {self.name} ({type(self.layer).__name__}){loss} cannot be run without values, on the meta "
-                f"device in the training dtype, to measure its memory: {type(error).__name__}: {error}",
+                f"layer {self.name} ({type(self.layer).__name__}){loss} cannot be run without"
+                " values, on the meta device in the training dtype, to measure its memory:"
+                f" {type(error).__name__}: {error}",
             ) from error
         peak, num_ops = recorder.peak - base, len(recorder.ops)
         results = [leaf for leaf in tree_leaves(end) if isinstance(leaf, Tensor)]
@@ -163,7 +192,10 @@ class LayerRun:
         self.root = _OutputGradients.apply(recorder, *roots) if roots else None  # type: ignore[no-untyped-call]
         return _ForwardRecord(
             inputs=inputs,
-            outputs=[(recorder.number_of(x), x.untyped_storage().nbytes(), x.requires_grad) for x in results],
+            outputs=[
+                (recorder.number_of(x), x.untyped_storage().nbytes(), x.requires_grad)
+                for x in results
+            ],
             specs=tree_map(_spec_of, output),
             peak=peak,
             num_ops=num_ops,
@@ -184,7 +216,9 @@ class LayerRun:
         if deferred is None:
             return record
         self.root = None
-        deferred_bytes = recorder.live - sum(0 if x.grad is None else x.grad.untyped_storage().nbytes() for x in leaves)
+        deferred_bytes = recorder.live - sum(
+            0 if x.grad is None else x.grad.untyped_storage().nbytes() for x in leaves
+        )
         recorder.restart_peak()
         before = recorder.live
         accumulate_deferred(deferred)
@@ -202,11 +236,16 @@ class LayerRun:
         """Return the messages counted since the last call, and reset the counters."""
         counts = dict(self.tp.traffic.counts)
         self.tp.traffic.reset()
-        return tuple(GroupMessages(operation, *counted, axis) for (axis, operation), counted in counts.items())
+        return tuple(
+            GroupMessages(operation, *counted, axis)
+            for (axis, operation), counted in counts.items()
+        )
 
 
 class _OwnStorage(torch.autograd.Function):
-    """Identity that gives an input leaf its own storage, to detect whether the layer saves it for backward."""
+    """Identity that gives an input leaf its own storage,
+    to detect whether the layer saves it for backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -222,7 +261,9 @@ def _with_own_storage(leaf: Tensor) -> Tensor:
 
 
 class _OutputGradients(torch.autograd.Function):
-    """Source of the output gradients: created in backward and watched by the recorder, with no other reference."""
+    """Source of the output gradients: created in backward and watched by the recorder,
+    with no other reference.
+    """
 
     @staticmethod
     def forward(ctx: Any, recorder: WorkRecorder, *outputs: Tensor) -> Tensor:
@@ -247,7 +288,11 @@ class _Spec(NamedTuple):
 
 def _spec_of(leaf: Any) -> Any:
     """Return the shape, stride, dtype and gradient flag of a tensor; any other value unchanged."""
-    return _Spec(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return (
+        _Spec(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )
 
 
 def _like(spec: Any) -> Any:
@@ -259,5 +304,7 @@ def _like(spec: Any) -> Any:
 
 
 def _free_gradient(parameter: Tensor) -> None:
-    """Free a gradient after accumulation: in a run it lies in a bucket, which was allocated before."""
+    """Free a gradient after accumulation: in a run it lies in a bucket,
+    which was allocated before.
+    """
     parameter.grad = None

@@ -1,21 +1,22 @@
-"""Model of a layout for predictions: schedule, stages, layer profiles and footprints, without building a run."""
+"""Model of a layout for predictions: schedule, stages, layer profiles and footprints,
+without building a run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.config import RunConfig, shard_factor
+from meshwright.config import RunConfig
 from meshwright.mesh import Grid
-from meshwright.optimizer import step_bytes, table_bytes
-from meshwright.optimizer.at_rest import Elements, StateWidths, held_at_rest, shards_expert_weights
+from meshwright.optimizer.at_rest import Elements, shards_expert_weights
 from meshwright.schedule.action import Schedule
-from meshwright_plan.planner.footprint import Footprint, offloaded_bytes
 from meshwright_plan.planner.layer_profile import LayerProfile
-from meshwright_plan.planner.matrix_step import MatrixCounts, temporary_bytes
-from meshwright_plan.planner.memory import ActionMemory, RankMemory, row_peak
+from meshwright_plan.planner.matrix_step import MatrixCounts
+from meshwright_plan.planner.memory.footprint import Footprint
+from meshwright_plan.planner.memory.rank import RankMemory, StageContents, rank_memory
+from meshwright_plan.planner.memory.reduction import Backend
 from meshwright_plan.planner.rates import OWN_TRAITS, FrameworkTraits
-from meshwright_plan.planner.reduction_buffers import Backend, ReductionBuffers
 
 
 @dataclass
@@ -31,12 +32,12 @@ class LayoutModel:
     footprints: list[Footprint]
     """Memory of each stage for one micro-batch."""
     matrices: list[MatrixCounts]
-    """Whole matrices of each stage, which Muon steps."""
+    """Matrices of each stage that are stepped as a whole."""
 
     @property
     def grid(self) -> Grid:
         """Degrees of the layout."""
-        return Grid(*self.config.parallel.degrees)
+        return Grid.of(self.config.parallel.degrees)
 
     def stage(self, index: int) -> tuple[LayerProfile, ...]:
         """Return the profiles of a stage's layers."""
@@ -59,31 +60,18 @@ class LayoutModel:
         """Return the matrices of each stage of a pipeline rank."""
         return [self.matrices[stage] for stage in self.schedule.stages_of(pp_rank)]
 
-    def _factored_step(self, pp_rank: int) -> int:
-        """Return the temporary bytes of an Adafactor step: its sums, and the chunk that it updates at a time."""
-        of_rank = [self.elements[stage] for stage in self.schedule.stages_of(pp_rank)]
-        factors, trained = sum(each.factors for each in of_rank), sum(each.trained for each in of_rank)
-        if not factors:
-            return 0
-        device = "cpu" if self.config.train.device == "cpu" else "cuda"
-        return step_bytes(factors, trained // shard_factor(self.config), device)
-
     def gathers_experts(self, stages: Sequence[int]) -> bool:
-        """Return True if ZeRO-3 shards, and so gathers, the weights of these stages' shared experts."""
-        return all(shards_expert_weights(self.config, self.elements[stage]) for stage in stages)
+        """Return True if ZeRO-3 shards, and so gathers,
+        the weights of these stages' shared experts.
+        """
+        return all(
+            shards_expert_weights(self.config.parallel, self.elements[stage]) for stage in stages
+        )
 
-    def memory(self, pp_rank: int, backend: Backend, traits: FrameworkTraits = OWN_TRAITS) -> RankMemory:
+    def memory(
+        self, pp_rank: int, backend: Backend, traits: FrameworkTraits = OWN_TRAITS
+    ) -> RankMemory:
         """Return the peak memory of a pipeline rank, in a framework with these traits."""
-        widths = StateWidths(traits.wide_gradient_bytes, traits.has_weight_copy)
-        own = self.schedule.stages_of(pp_rank)
-        at_rest = [held_at_rest(self.config, self.elements[stage], widths) for stage in own]
-        weights, gradients, optimizer, host = map(sum, zip(*at_rest, strict=True))
-        if self.config.optimizer.name == "adamw8bit":
-            optimizer += table_bytes(self.config.train.dtype == "float64")
-        host += offloaded_bytes(self.schedule, pp_rank, self.footprints)
-        buffers = ReductionBuffers(self.config, backend, self.gathers_experts(own), widths.gradient)
-        peak = row_peak(self.schedule, pp_rank, self.footprints, buffers, frees_sent=traits.frees_sent_outputs)
-        step = temporary_bytes(self.config, self.matrices_of(pp_rank)) + self._factored_step(pp_rank)
-        if step > peak.total:
-            peak = ActionMemory(0, 0, step, "STEP")
-        return RankMemory(weights, gradients, optimizer, *peak[:3], host, peak.at)
+        parts = zip(self.elements, self.footprints, self.matrices, strict=True)
+        stages = [StageContents(*of_stage) for of_stage in parts]
+        return rank_memory(self.config, self.schedule, pp_rank, stages, backend, traits)

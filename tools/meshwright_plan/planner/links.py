@@ -1,7 +1,9 @@
-"""Links between the ranks of a group: seconds of its messages, and rings that are slower the longer they are.
+"""Links between the ranks of a group: seconds of its messages,
+and rings that are slower the longer they are.
 
-A network congests: many rings share its switches, and several devices a node's adapter. A hardware file may therefore
-have rates by length, measured while all rings of that length run at once (``node_rings``, ``cluster_rings``).
+A network congests: many rings share its switches, and several devices a node's adapter. A hardware
+file may therefore have rates by length, measured while all rings of that length run at once
+(``node_rings``, ``cluster_rings``).
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ class GroupLink(NamedTuple):
     """Measured links by kind of message; empty if none were measured."""
 
     def seconds(self, wire_bytes: float, calls: float = 1, kind: str = "") -> float:
-        """Return the seconds of ``calls`` messages of one kind; ``wire_bytes`` is their total per rank.
+        """Return the seconds of ``calls`` messages of one kind;
+        ``wire_bytes`` is their total per rank.
 
-        An all-gather or reduce-scatter goes once around a ring of any length. An all-reduce goes around twice or, among
-        many ranks, up and down a tree (NCCL's choices).
+        An all-gather or reduce-scatter goes once around a ring of any length. An all-reduce goes
+        around twice or, among many ranks, up and down a tree (NCCL's choices).
         """
         if self.size == 1:
             return 0.0
@@ -69,18 +72,27 @@ class Spread(NamedTuple):
 
 @lru_cache(maxsize=2**14)
 def spread_of(size: int, stride: int, linked: int, num_ranks: int | None = None) -> Spread:
-    """Return how groups of ``size`` ranks, ``stride`` ranks apart, spread over nodes of ``linked`` devices.
+    """Return how groups of ``size`` ranks, ``stride`` ranks apart,
+    spread over nodes of ``linked`` devices.
 
-    The groups tile all ``num_ranks`` ranks (None: any number), so that some begin inside a node. A ring waits for its
-    slowest link: of the groups that cross nodes, the one with the fewest members in a node counts.
+    The groups tile all ``num_ranks`` ranks (None: any number), so that some begin inside a node. A
+    ring waits for its slowest link: of the groups that cross nodes, the one with the fewest members
+    in a node counts.
     """
     period = math.lcm(size * stride, linked)
-    starts = range(0, period if num_ranks is None else min(period, max(num_ranks, 1)), size * stride)
+    starts = range(
+        0, period if num_ranks is None else min(period, max(num_ranks, 1)), size * stride
+    )
     if stride >= linked:
         return Spread(1, size)
     offsets, step, slots = range(stride), stride, linked
     if linked % stride == 0:  # neighbours of an offset share a node or leave it together
-        offsets, starts, step, slots = range(1), range(0, len(starts) * size, size), 1, linked // stride
+        offsets, starts, step, slots = (
+            range(1),
+            range(0, len(starts) * size, size),
+            1,
+            linked // stride,
+        )
     fewest, most = size, 1
     for first in (start + offset for start in starts for offset in offsets):
         if step == 1:
@@ -95,17 +107,26 @@ def spread_of(size: int, stride: int, linked: int, num_ranks: int | None = None)
 
 
 def leaves_node(source: int, target: int, ranks: int, linked: int) -> bool:
-    """Return True if any of ``ranks`` messages, from rank ``source`` + i to ``target`` + i, goes to another node."""
-    return any((source + index) // linked != (target + index) // linked for index in range(min(ranks, linked)))
+    """Return True if any of ``ranks`` messages, from rank ``source`` + i to ``target`` + i,
+    goes to another node.
+    """
+    return any(
+        (source + index) // linked != (target + index) // linked
+        for index in range(min(ranks, linked))
+    )
 
 
 def rounds(size: int) -> float:
-    """Return the latency of an all-reduce in rounds of its ring: 2, or less for many ranks, where NCCL uses a tree."""
+    """Return the latency of an all-reduce in rounds of its ring: 2, or less for many ranks,
+    where NCCL uses a tree.
+    """
     return min(2.0, 4.0 * math.log2(size) / (size - 1))
 
 
 def ring_link(rings: Sequence[Ring], size: int) -> Link:
-    """Return the link of a ring of ``size``: between measured lengths by their logarithm, beyond them the nearest's."""
+    """Return the link of a ring of ``size``: between measured lengths by their logarithm,
+    beyond them the nearest's.
+    """
     if size <= rings[0].size:
         return rings[0]
     for shorter, longer in pairwise(rings):
@@ -118,8 +139,15 @@ def ring_link(rings: Sequence[Ring], size: int) -> Link:
 
 
 def of_ring(messages: Sequence[tuple[str, Link]], share: float) -> tuple[tuple[str, Link], ...]:
-    """Return links of messages, measured over one ring, for another that reaches ``share`` of its rate."""
+    """Return links of messages, measured over one ring,
+    for another that reaches ``share`` of its rate.
+    """
     return tuple(
-        (kind, link if kind == "send" else Link(bytes_per_s=link.bytes_per_s * share, latency_s=link.latency_s))
+        (
+            kind,
+            link
+            if kind == "send"
+            else Link(bytes_per_s=link.bytes_per_s * share, latency_s=link.latency_s),
+        )
         for kind, link in messages
     )

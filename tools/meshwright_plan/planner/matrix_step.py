@@ -1,4 +1,4 @@
-"""Muon's step on one pipeline rank: time and temporary memory of the fullest home of its matrices.
+"""Step of an optimizer of matrices on one pipeline rank: time and temporary memory of the fullest home of its matrices.
 
 holders       ranks with parts of a matrix: a shard group of replicas, times tp where tp cuts the weight; with
               parallel.ep > 1 those of an expert are a shard group of its own replicas
@@ -14,17 +14,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.config import RunConfig, expert_shard_factor, shard_factor
+from meshwright.config import Optimizer, Parallel, Train, expert_shard_factor, shard_factor
 from meshwright.optimizer import batch_size, find_homes, iteration_flops, matrices_of
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright_plan.planner.operations import Work, WorkKind
 from meshwright_plan.planner.rates import PerformanceModel
-
-ELEMENT_BYTES = 16.0
-"""Bytes per element of a shard that Muon reads and writes in addition to AdamW's, besides its messages.
-
-AdamW in one kernel: 28. Muon: momentum 12, Nesterov's 12, the message 4, decay 8, update 8.
-"""
 
 
 class MatrixSize(NamedTuple):
@@ -61,7 +55,7 @@ class Exchange(NamedTuple):
     """Holder -> index of its matrices in ``homes``."""
 
 
-class Holders(NamedTuple):
+class MatrixHolders(NamedTuple):
     """Ranks that hold parts of the same matrices, of which each takes some home."""
 
     num: int
@@ -72,11 +66,11 @@ class Holders(NamedTuple):
 class HolderGroups(NamedTuple):
     """Holders of a stage's matrices, by kind."""
 
-    whole: Holders
+    whole: MatrixHolders
     """Holders of matrices that tp does not cut."""
-    cut: Holders
+    cut: MatrixHolders
     """Holders of those that tp cuts."""
-    of_expert: Holders | None
+    of_expert: MatrixHolders | None
     """Holders of experts' matrices, with ``parallel.ep`` > 1; None: as others."""
 
 
@@ -97,7 +91,7 @@ def count_sizes(sizes: Iterable[MatrixSize]) -> MatrixCounts:
 @lru_cache(maxsize=4096)
 def plan_exchanges(stages: tuple[MatrixCounts, ...], groups: HolderGroups) -> tuple[Exchange, ...]:
     """Return the exchanges of a pipeline rank with these stages, as its optimizer plans them."""
-    together: dict[tuple[Holders, bool], list[MatrixSize]] = {}
+    together: dict[tuple[MatrixHolders, bool], list[MatrixSize]] = {}
     for size in (size for stage in stages for size, number in stage for _ in range(number)):
         apart = size.is_of_expert and groups.of_expert is not None
         holders = groups.of_expert if apart else groups.cut if size.is_cut else groups.whole
@@ -106,7 +100,7 @@ def plan_exchanges(stages: tuple[MatrixCounts, ...], groups: HolderGroups) -> tu
     return tuple(_exchange(holders, sizes) for (holders, _), sizes in together.items())
 
 
-def _exchange(holders: Holders, sizes: Sequence[MatrixSize]) -> Exchange:
+def _exchange(holders: MatrixHolders, sizes: Sequence[MatrixSize]) -> Exchange:
     at_home: list[list[MatrixSize]] = [[] for _ in range(holders.num)]
     homes = find_homes([iteration_flops(size.rows, size.columns) for size in sizes], holders.num)
     for size, home in zip(sizes, homes, strict=True):
@@ -117,84 +111,119 @@ def _exchange(holders: Holders, sizes: Sequence[MatrixSize]) -> Exchange:
     return Exchange(*holders, sum(size.numel for size in sizes), tuple(unlike), home_of)
 
 
-def exchanges_of(config: RunConfig, stages: Sequence[MatrixCounts]) -> tuple[Exchange, ...]:
+def exchanges_of(parallel: Parallel, stages: Sequence[MatrixCounts]) -> tuple[Exchange, ...]:
     """Return the exchanges of a pipeline rank with these stages; none unless it has matrices."""
-    shards, tp, ep = shard_factor(config), config.parallel.tp, config.parallel.ep
-    of_expert = Holders(expert_shard_factor(config), ep) if ep > 1 else None
-    return plan_exchanges(tuple(stages), HolderGroups(Holders(shards, tp), Holders(shards * tp, 1), of_expert))
+    shards, tp, ep = shard_factor(parallel), parallel.tp, parallel.ep
+    of_expert = MatrixHolders(expert_shard_factor(parallel), ep) if ep > 1 else None
+    return plan_exchanges(
+        tuple(stages),
+        HolderGroups(MatrixHolders(shards, tp), MatrixHolders(shards * tp, 1), of_expert),
+    )
 
 
-def itemsize_of(config: RunConfig) -> int:
+def itemsize_of(train: Train) -> int:
     """Return the bytes per element of Newton-Schulz and its messages."""
-    return 4 if config.train.dtype == "float16" else DTYPES[config.train.dtype].itemsize
+    return 4 if train.dtype == "float16" else DTYPES[train.dtype].itemsize
 
 
-def temporary_bytes(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
+def temporary_bytes(parallel: Parallel, train: Train, stages: Sequence[MatrixCounts]) -> int:
     """Return the peak bytes of a step besides those at rest, on the fullest rank.
 
-    Newton-Schulz of a matrix of m x n elements, m <= n: it, two iterates, and two products of m x m. Experts: a batch.
+    Newton-Schulz of a matrix of m x n elements, m <= n: it, two iterates, and two products of m x
+    m. Experts: a batch.
     """
-    return _temporary_bytes(config, exchanges_of(config, stages))
+    return _temporary_bytes(train, exchanges_of(parallel, stages))
 
 
-def fullest_rank(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
-    """Return the rank of a pipeline rank's ranks, counted from 0, whose matrices take most memory in a step.
+def fullest_rank(parallel: Parallel, train: Train, stages: Sequence[MatrixCounts]) -> int:
+    """Return the rank of a pipeline rank's ranks, counted from 0,
+    whose matrices take most memory in a step.
 
     Homes are even in FLOPs, not in elements. Only ranks with tp, cp and ep rank 0 are considered.
     """
-    parallel, exchanges = config.parallel, exchanges_of(config, stages)
+    exchanges = exchanges_of(parallel, stages)
 
     def num_bytes(rank: int) -> int:
         own = []
         for each in exchanges:
             home = each.homes[each.home_of[rank // each.stride % each.num_holders]]
             own.append(each._replace(homes=(home,)))
-        return _temporary_bytes(config, own)
+        return _temporary_bytes(train, own)
 
     ranks = range(0, parallel.num_replicas * parallel.tp, parallel.cp * parallel.tp)
     return max((rank for rank in ranks if rank % parallel.ep == 0), key=num_bytes)
 
 
-def _temporary_bytes(config: RunConfig, exchanges: Sequence[Exchange]) -> int:
+def _temporary_bytes(train: Train, exchanges: Sequence[Exchange]) -> int:
     elements = largest = 0
     for exchange in exchanges:
         at_home = max(_numel(home) for home in exchange.homes)
-        elements += exchange.numel // exchange.num_holders + (at_home if exchange.num_holders > 1 else 0)
+        elements += exchange.numel // exchange.num_holders + (
+            at_home if exchange.num_holders > 1 else 0
+        )
         for size, number in (each for home in exchange.homes for each in home):
             together = batch_size(size.numel, number) if size.is_of_expert else 1
-            largest = max(largest, together * (3 * size.numel + 2 * min(size.rows, size.columns) ** 2))
-    return (elements + largest) * itemsize_of(config)
+            largest = max(
+                largest, together * (3 * size.numel + 2 * min(size.rows, size.columns) ** 2)
+            )
+    return (elements + largest) * itemsize_of(train)
 
 
-def newton_schulz_flops(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
-    """Return the FLOPs of Newton-Schulz in a step of a pipeline rank with these stages, on its busiest home."""
-    return config.optimizer.ns_steps * sum(
-        max(sum(number * iteration_flops(size.rows, size.columns) for size, number in home) for home in exchange.homes)
-        for exchange in exchanges_of(config, stages)
+def newton_schulz_flops(
+    parallel: Parallel, optimizer: Optimizer, stages: Sequence[MatrixCounts]
+) -> int:
+    """Return the FLOPs of Newton-Schulz in a step of a pipeline rank with these stages,
+    on its busiest home.
+    """
+    return optimizer.ns_steps * sum(
+        max(
+            sum(number * iteration_flops(size.rows, size.columns) for size, number in home)
+            for home in exchange.homes
+        )
+        for exchange in exchanges_of(parallel, stages)
     )
 
 
-def matrix_step_s(config: RunConfig, stages: Sequence[MatrixCounts], performance: PerformanceModel) -> float:
+def matrix_step_s(
+    parallel: Parallel,
+    optimizer: Optimizer,
+    train: Train,
+    stages: Sequence[MatrixCounts],
+    performance: PerformanceModel,
+) -> float:
     """Return the seconds of the exchanges and of Newton-Schulz, on the busiest rank."""
-    total, itemsize = 0.0, itemsize_of(config)
-    for exchange in exchanges_of(config, stages):
+    total, itemsize = 0.0, itemsize_of(train)
+    own_traffic = optimizer.spec.matrix_traffic
+    for exchange in exchanges_of(parallel, stages):
         n = exchange.num_holders
         link, at_home = performance.group_link(n, exchange.stride), max(map(_numel, exchange.homes))
-        for numel in (exchange.numel / n, at_home):  # measured links have no all-to-all; an all-gather is as large
+        # measured links have no all-to-all; an all-gather is as large
+        for numel in (exchange.numel / n, at_home):
             total += link.seconds(numel * itemsize * (n - 1) / n, 1, "all_gather")
         total += max(
-            sum(number * newton_schulz_s(config, size, performance) for size, number in home) for home in exchange.homes
+            sum(
+                number * newton_schulz_s(optimizer, train, size, performance)
+                for size, number in home
+            )
+            for home in exchange.homes
         )
-        total += exchange.numel / n * (ELEMENT_BYTES + 2 * itemsize) / performance.memory_bytes_per_s
+        total += exchange.numel / n * (own_traffic + 2 * itemsize) / performance.memory_bytes_per_s
     return total
 
 
-def newton_schulz_s(config: RunConfig, size: MatrixSize, performance: PerformanceModel) -> float:
-    """Return the seconds of Newton-Schulz on one matrix, with its gather from parts and scatter of the update."""
-    itemsize, dtype = itemsize_of(config), "float32" if config.train.dtype == "float16" else config.train.dtype
+def newton_schulz_s(
+    optimizer: Optimizer, train: Train, size: MatrixSize, performance: PerformanceModel
+) -> float:
+    """Return the seconds of Newton-Schulz on one matrix,
+    with its gather from parts and scatter of the update.
+    """
+    itemsize = itemsize_of(train)
+    dtype = "float32" if train.dtype == "float16" else train.dtype
     m, n = sorted((size.rows, size.columns))
 
-    def seconds(kind: WorkKind, elements: int, shape: tuple[int, int, int, int] = (1, 0, 0, 0)) -> float:
+    def seconds(
+        kind: WorkKind, elements: int, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
+    ) -> float:
         work = Work(kind, 2.0 * shape[1] * shape[2] * shape[3], float(elements * itemsize), shape)
         return performance.work_s(work, dtype, backward=False)
 
@@ -205,7 +234,7 @@ def newton_schulz_s(config: RunConfig, size: MatrixSize, performance: Performanc
     )
     gathered, divided, scattered = 2 * m * n, 3 * m * n, 2 * m * n
     around = sum(seconds(WorkKind.MEMORY, elements) for elements in (gathered, divided, scattered))
-    return config.optimizer.ns_steps * iteration + around
+    return optimizer.ns_steps * iteration + around
 
 
 def _numel(counts: MatrixCounts) -> int:

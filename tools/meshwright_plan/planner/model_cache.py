@@ -1,41 +1,49 @@
-"""Cache of the data that all layouts of one model share: its layers, their profiles, costs and stages.
+"""Cache of the data that all layouts of one model share: its layers, their profiles,
+costs and stages.
 
-A :class:`ModelCache` contains one model and caches results by the values on which they depend, so that equal layers are
-profiled once. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
+A :class:`ModelCache` contains one model and caches results by the values on which they depend, so
+that equal layers are profiled once. A search can thus evaluate hundreds of layouts of a
+405B-parameter model in seconds.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.config import RunConfig, batch_numbers
+from meshwright.config import Pipeline, RunConfig, Train, batch_numbers
+from meshwright.config.combinations.features import Traits
 from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, configured_model
-from meshwright.optimizer import factor_elements
 from meshwright.optimizer.at_rest import Elements
 from meshwright.parameters import DTYPES, ParameterInfo
-from meshwright.pipeline.plan import LayerCost, cut_layers, model_costs, outline_of, recomputed_names
+from meshwright.pipeline.plan import (
+    LayerCost,
+    cut_layers,
+    model_costs,
+    outline_of,
+    recomputed_names,
+)
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads
+from meshwright.placement.patterns import entry_for, fits
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
+from meshwright.traits import find_traits
 from meshwright_plan.planner.context import EXCHANGE, ContextModel
 from meshwright_plan.planner.experts import AXIS as EP
-from meshwright_plan.planner.experts import ExpertGroup, expert_counts, load_limit
-from meshwright_plan.planner.footprint import Footprint, SharedWeight, stage_footprints
+from meshwright_plan.planner.experts import ExpertGroup, load_limit
 from meshwright_plan.planner.kernels import ExecutionOptions, stand_for
 from meshwright_plan.planner.layer_profile import LayerProfile
 from meshwright_plan.planner.layout_model import LayoutModel
 from meshwright_plan.planner.matrix_step import MatrixCounts, count_sizes
+from meshwright_plan.planner.memory.footprint import Footprint, SharedWeight, stage_footprints
 from meshwright_plan.planner.profile import LayerProfiler, counting_group
 from meshwright_plan.planner.split_layers import LocalParameter, SplitLayers, shard
 
@@ -49,14 +57,20 @@ class ModelCache:
     config: RunConfig
     """Configuration with the model, the data and the precision; its layout is not used."""
     execution: ExecutionOptions
-    draw: Callable[[RunConfig], Schedule] = draw_schedule
-    """Function that returns the schedule of a layout; the default also checks it, as for a run."""
+    draw: Callable[[Pipeline, int, int | None], Schedule] = draw_schedule
+    """Function (pipeline section, pp, chunks) -> schedule of a layout; the default also checks it,
+    as for a run.
+    """
     results: dict[Any, Any] = field(default_factory=dict)
     """Cache of results that layouts share, by the values on which they depend."""
     pins: Mapping[str, int | str] = field(default_factory=dict)
-    """Degrees (pp, dp, cp, tp, ep) and other fields of a layout that a search keeps; it varies the others."""
+    """Degrees (pp, dp, cp, tp, ep) and other fields of a layout that a search keeps;
+    it varies the others.
+    """
     skew: float = 1.0
-    """Rows of the busiest rank's experts over the mean of the ranks that share a layer's experts."""
+    """Rows of the busiest rank's experts over the mean of the ranks
+    that share a layer's experts.
+    """
     _layers: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, compute: Callable[[], T]) -> T:
@@ -84,52 +98,65 @@ class ModelCache:
 
     @cached_property
     def representatives(self) -> list[str]:
-        """Name of the first equal layer, for each layer: equal outline and sharding kinds, no own tie."""
+        """Name of the first equal layer, for each layer: equal outline and sharding kinds,
+        no own tie.
+        """
         first: dict[Any, str] = {}
         tied = {name.partition(".")[0] for names in self.model.tied for name in names}
         return [
             first.setdefault(
-                (outline_of(layer), name if name in tied else "", self._kinds_of(name), self._matrices_of(name)), name
+                (
+                    outline_of(layer),
+                    name if name in tied else "",
+                    self._kinds_of(name),
+                    self._matrices_of(name),
+                ),
+                name,
             )
             for name, layer in self.model.layers.named_children()
         ]
 
     def _matrices_of(self, layer: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return (name, rows of its matrices) of each weight of a layer that Muon steps."""
+        """Return (name, rows of its matrices) of each weight of a layer that is stepped as matrices."""
         prefix, matrices = f"{layer}.", self.model.matrices
-        return tuple((name.removeprefix(prefix), rows) for name, rows in matrices.items() if name.startswith(prefix))
+        return tuple(
+            (name.removeprefix(prefix), rows)
+            for name, rows in matrices.items()
+            if name.startswith(prefix)
+        )
 
     def _kinds_of(self, name: str) -> tuple[str, ...]:
         """Return the sharding plan's kind for each module of a layer; "" if no pattern matches."""
-        parts = [part for part, _ in self.model.layers.get_submodule(name).named_modules(prefix=name)]
-        return tuple(
-            next((kind for pattern, kind in self.model.plan.items() if fnmatchcase(part, pattern)), "")
-            for part in parts
-        )
+        parts = [
+            part for part, _ in self.model.layers.get_submodule(name).named_modules(prefix=name)
+        ]
+        return tuple(entry_for(part, self.model.plan) or "" for part in parts)
 
     def example(self, micro_batch_size: int) -> MetaMicrobatch:
         """Return a micro-batch on meta, in the training dtype."""
         dtype = DTYPES[self.config.train.dtype]
-        return MetaMicrobatch(*example(self.config, micro_batch_size)).cast(dtype)
+        return MetaMicrobatch(*example(self.config.data, micro_batch_size)).cast(dtype)
 
-    def recomputed(self, config: RunConfig) -> tuple[str, ...]:
+    def recomputed(self, pipeline: Pipeline) -> tuple[str, ...]:
         """Return the names of the layers, or parts of layers, that are recomputed in backward."""
 
         def find() -> tuple[str, ...]:
-            return recomputed_names(config, self.model)
+            return recomputed_names(pipeline, self.model, self.config.model.builder)
 
-        key = ("recomputed", config.pipeline.recompute, tuple(config.pipeline.recompute_layers))
+        key = ("recomputed", pipeline.recompute, tuple(pipeline.recompute_layers))
         return self.cached(key, find)
 
-    def costs(self, config: RunConfig) -> list[LayerCost]:
-        """Return the layers' costs, from which stages are cut, as in a run."""
-        size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
+    def costs(self, size: int, names: tuple[str, ...], train: Train) -> list[LayerCost]:
+        """Return the layers' costs, from which stages are cut, as in a run.
+
+        ``size``: samples of a micro-batch. ``names``: what is recomputed.
+        """
 
         def count() -> list[LayerCost]:
-            shapes, whole = MetaMicrobatch(*example(self.config, size)), nn.Sequential()
+            shapes, whole = MetaMicrobatch(*example(self.config.data, size)), nn.Sequential()
             for name, first in zip(self.names, self.representatives, strict=True):
                 whole.add_module(name, self.model.layers.get_submodule(first))
-            return model_costs(config, self.model, whole, shapes, names)
+            return model_costs(train, self.model, whole, shapes, names)
 
         return self.cached(("costs", size, names), count)
 
@@ -139,18 +166,23 @@ class ModelCache:
         return ContextModel(self.config, self.model)
 
     @cached_property
-    def expert_counts(self) -> frozenset[int]:
-        """Different numbers of experts of the layers."""
-        return expert_counts(self.model)
+    def traits(self) -> Traits:
+        """Traits of the model, without its running buffers: see ``requirements``."""
+        return find_traits(
+            self.config, self.model, MetaMicrobatch(*example(self.config.data, 1)), ()
+        )
 
     @cached_property
     def load_limit(self) -> float:
         """Largest load of a rank's experts that their capacity allows."""
         return load_limit(self.model)
 
-    def split(self, tp: int, sequence: bool, cp: int = 1, ep: int = 1, exchange: str = EXCHANGE) -> SplitLayers:
-        """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` and their experts over
-        ``ep``."""
+    def split(
+        self, tp: int, sequence: bool, cp: int = 1, ep: int = 1, exchange: str = EXCHANGE
+    ) -> SplitLayers:
+        """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` and
+        their experts over ``ep``.
+        """
         key = ("split", tp, sequence, cp, ep, self.skew, exchange)
         return self.cached(key, lambda: self._split(tp, sequence, cp, ep, exchange))
 
@@ -168,36 +200,58 @@ class ModelCache:
 
     def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer."""
-        parallel, size = config.parallel, batch_numbers(config).micro_batch_size
-        names, cp, ep = self.recomputed(config), parallel.cp, parallel.ep
+        parallel, size = config.parallel, batch_numbers(config.batch).micro_batch_size
+        names, cp, ep = self.recomputed(config.pipeline), parallel.cp, parallel.ep
         sequence = parallel.sequence and parallel.tp > 1
 
         def profile() -> tuple[LayerProfile, ...]:
-            layers, group, _, meter, load = self.split(parallel.tp, sequence, cp, ep, parallel.cp_exchange)
+            layers, group, _, meter, load = self.split(
+                parallel.tp, sequence, cp, ep, parallel.cp_exchange
+            )
             shapes = self.example(size)
-            found = LayerProfiler(group, self.loss(layers, group), self.execution, self._layers, meter, load).profile(
-                [(n, layers.get_submodule(first)) for n, first in zip(self.names, self.representatives, strict=True)],
+            found = LayerProfiler(
+                group, self.loss(layers, group), self.execution, self._layers, meter, load
+            ).profile(
+                [
+                    (n, layers.get_submodule(first))
+                    for n, first in zip(self.names, self.representatives, strict=True)
+                ],
                 shapes.inputs,
                 self.context.labels(cp, shapes.labels),
                 recompute=names,
                 splits_backward=splits_backward,
             )
-            return self.context.with_shares(found, config)
+            return self.context.with_shares(found, parallel, size)
 
         context = (cp, parallel.cp_exchange, parallel.cp_order)
-        key = "profiles", parallel.tp, context, ep, self.skew, sequence, size, names, splits_backward
+        key = (
+            "profiles",
+            parallel.tp,
+            context,
+            ep,
+            self.skew,
+            sequence,
+            size,
+            names,
+            splits_backward,
+        )
         return self.cached(key, profile)
 
     def total_elements(self, tp: int, sequence: bool, ep: int = 1) -> Elements:
         """Count the parameter elements of a tp rank over all stages."""
         parameters = self.split(tp, sequence and tp > 1, ep=ep).parameters
         whole = [range(len(self.names))]
-        return self.cached(("all elements", tp, sequence, ep), lambda: self._elements(parameters, whole)[0][0])
+        return self.cached(
+            ("all elements", tp, sequence, ep), lambda: self._elements(parameters, whole)[0][0]
+        )
 
     def flops_per_step(self, config: RunConfig) -> float:
-        """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute, full attention."""
-        batch = batch_numbers(config)
-        return sum(cost.model_flops for cost in self.costs(config)) * batch.global_batch / batch.micro_batch_size
+        """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute,
+        full attention.
+        """
+        batch, names = batch_numbers(config.batch), self.recomputed(config.pipeline)
+        costs = self.costs(batch.micro_batch_size, names, config.train)
+        return sum(cost.model_flops for cost in costs) * batch.global_batch / batch.micro_batch_size
 
     def loss(self, layers: nn.Sequential, group: CountingGroup) -> Loss:
         """Return the loss that ``meshwright.build`` would choose."""
@@ -213,18 +267,24 @@ class ModelCache:
         loss = partial(vocab_parallel_cross_entropy, group=group, vocab_size=vocab_size, **options)
         return with_heads(loss, self.model.loss_heads)
 
-    def layout(self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False) -> LayoutModel:
-        """Build the layout model; ``config`` is resolved, and differs from the cache's own only in layout and batch.
+    def layout(
+        self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False
+    ) -> LayoutModel:
+        """Build the layout model; ``config`` is resolved,
+        and differs from the cache's own only in layout and batch.
 
-        ``schedule``: None draws and checks one. ``approximate``: stages are cut as for micro-batches of one sample
+        ``schedule``: None draws and checks one. ``approximate``: stages are cut as for
+            micro-batches of one sample
         without recompute.
 
         Raises:
             UserError: the layout cannot be run, for the reason that a launch would give.
         """
-        schedule = schedule or self.draw(config)
+        schedule = schedule or self.draw(config.pipeline, config.parallel.pp, config.batch.chunks)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
-        alike = config.replace(batch={"micro_batch_size": 1}, pipeline={"recompute": "none", "recompute_layers": ["*"]})
+        alike = config.replace(
+            batch={"micro_batch_size": 1}, pipeline={"recompute": "none", "recompute_layers": ["*"]}
+        )
         stages = self.cut(alike if approximate else config, schedule.num_stages)
         tp, ep = config.parallel.tp, config.parallel.ep
         parameters = self.split(tp, config.parallel.sequence and tp > 1, ep=ep).parameters
@@ -232,7 +292,7 @@ class ModelCache:
         elements, matrices = self.cached(key, lambda: self._elements(parameters, stages))
         patterns = config.pipeline.offload_activations
         away = tuple(
-            at for at, name in enumerate(self.names if patterns else ()) if any(fnmatchcase(name, p) for p in patterns)
+            at for at, name in enumerate(self.names if patterns else ()) if fits(name, *patterns)
         )
         footprints = self._footprints(layers, stages, parameters, away)
         return LayoutModel(config, schedule, stages, layers, elements, footprints, matrices)
@@ -240,38 +300,49 @@ class ModelCache:
     def _elements(
         self, parameters: dict[str, list[LocalParameter]], stages: list[range]
     ) -> tuple[list[Elements], list[MatrixCounts]]:
-        """Count the elements and matrices of each stage; a weight shared by several of its layers counts once."""
+        """Count the elements and matrices of each stage;
+        a weight shared by several of its layers counts once.
+        """
 
         def count(run: range) -> tuple[Elements, MatrixCounts]:
             counted: dict[str, LocalParameter] = {}
             for index in run:
                 for each in parameters.get(self.representatives[index], []):
-                    counted.setdefault(self.model.canonical(f"{self.names[index]}.{each.name}"), each)
-            counts, weights, rows = ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]), self.model.layers.get_parameter, 0
-            for name, (_, numel, is_eight_bit, trained, sizes, is_shared) in counted.items():
-                counts[is_shared][(0 if is_eight_bit else 3 if sizes else 1) if trained else 2] += numel
-                whole = weights(name)
-                counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(whole.shape)) * trained
-                rows = math.gcd(rows, numel * whole.shape[0] // whole.numel()) if is_shared else rows
-            experts = Elements.of_counts(counts[1], rows=rows) if any(counts[1]) else None
+                    counted.setdefault(
+                        self.model.canonical(f"{self.names[index]}.{each.name}"), each
+                    )
+            elements = Elements.of_parameters(
+                self.config.optimizer, ((each.info, each.trained) for each in counted.values())
+            )
             of_run = count_sizes(size for each in counted.values() for size in each.matrices)
-            return Elements.of_counts(counts[0], experts), of_run
+            return elements, of_run
 
         found = [self._of_run("elements", run, parameters, count) for run in stages]
         return [elements for elements, _ in found], [matrices for _, matrices in found]
 
     def _of_run(
-        self, kind: str, run: range, parameters: dict[str, list[LocalParameter]], compute: Callable[[range], T]
+        self,
+        kind: str,
+        run: range,
+        parameters: dict[str, list[LocalParameter]],
+        compute: Callable[[range], T],
     ) -> T:
-        """Return ``compute(run)``, cached for all runs of equal layers with these ``parameters``."""
+        """Return ``compute(run)``, cached for all runs of equal layers
+        with these ``parameters``.
+        """
         key = kind, id(parameters), tuple(self.representatives[run.start : run.stop])
         return self.cached(key, lambda: compute(run))
 
     def cut(self, config: RunConfig, num_stages: int) -> list[range]:
         """Cut the layers into stages, as a run does."""
-        size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
+        size, names = batch_numbers(config.batch).micro_batch_size, self.recomputed(config.pipeline)
         key = ("cut", size, names, num_stages, config.parallel.pp, str(config.pipeline.balance))
-        return self.cached(key, lambda: cut_layers(config, self.costs(config), num_stages))
+
+        def cut() -> list[range]:
+            costs = self.costs(size, names, config.train)
+            return cut_layers(config.pipeline.balance, costs, num_stages, config.parallel.pp)
+
+        return self.cached(key, cut)
 
     def _footprints(
         self,
@@ -282,12 +353,16 @@ class ModelCache:
     ) -> list[Footprint]:
 
         def shared(run: range) -> tuple[SharedWeight, ...]:
-            return self._of_run("shared", run, parameters, partial(self._shared, parameters=parameters))
+            return self._of_run(
+                "shared", run, parameters, partial(self._shared, parameters=parameters)
+            )
 
         key = ("footprints", id(layers), tuple(run.start for run in stages), away)
         return self.cached(key, lambda: stage_footprints(layers, stages, shared, away))
 
-    def _shared(self, run: range, parameters: dict[str, list[LocalParameter]]) -> tuple[SharedWeight, ...]:
+    def _shared(
+        self, run: range, parameters: dict[str, list[LocalParameter]]
+    ) -> tuple[SharedWeight, ...]:
         """Return the trained weights that several layers of a stage use."""
         itemsize = DTYPES[self.config.train.dtype].itemsize
         users: dict[str, SharedWeight] = {}

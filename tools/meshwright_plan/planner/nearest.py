@@ -1,7 +1,8 @@
-"""Nearest requests for which some layout works, as command line options. Every suggestion has been searched.
+"""Nearest requests for which some layout works, as command line options.
+Every suggestion has been searched.
 
 no layout keeps the rules   --global-batch below and above, fewer --nodes, fewer --devices-per-node
-none fits into memory       more --nodes, shorter sequences; else a known device with more memory, or the memory needed
+none fits into memory       more --nodes, shorter sequences; else a known device with more memory
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ TRIED = 2
 """Most candidates of one kind to try; a candidate keeps the rules but may not fit into memory."""
 
 
-def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best: int, *, settles: bool = False) -> Plan:
-    """Search, and if nothing fits into memory, search again with the optimizer offloaded to the host.
+def search_with_offload(
+    cache: ModelCache, hardware: Hardware, nodes: int, best: int, *, settles: bool = False
+) -> Plan:
+    """Search, and if nothing fits into memory,
+    search again with the optimizer offloaded to the host.
 
     Optimizers of whole parameters are never offloaded. ``settles``: as in :func:`search`.
     """
     plan = search(cache, hardware, nodes, best=best, settles=settles)
-    if plan.best or plan.closest is None or cache.config.optimizer.needs_full_weights:
+    if plan.best or plan.closest is None or cache.config.optimizer.spec.needs_full_weights:
         return plan
     offloaded = search(cache, hardware, nodes, best=best, offload=True, settles=settles)
     return offloaded if offloaded.best or offloaded.closest is not None else plan
@@ -54,7 +58,9 @@ class _Request(NamedTuple):
 
     def with_samples(self, samples: int) -> _Request:
         """Return the request with another global batch."""
-        config = self.cache.config.replace(batch={"chunks": samples, "global_batch": samples, "ramp": None})
+        config = self.cache.config.replace(
+            batch={"chunks": samples, "global_batch": samples, "ramp": None}
+        )
         cache = dataclasses.replace(self.cache, config=config)
         cache.__dict__["model"] = self.cache.model
         return self._replace(cache=cache)
@@ -64,7 +70,9 @@ class _Request(NamedTuple):
         return bool(search_with_offload(self.cache, self.hardware, self.nodes, best=1).best)
 
     def replica_sizes(self) -> set[int]:
-        """Return the numbers of ranks, pp x cp x tp, that one replica of this model may have on such nodes."""
+        """Return the numbers of ranks, pp x cp x tp,
+        that one replica of this model may have on such nodes.
+        """
         offered = choices(self.with_samples(self.hardware.devices_per_node).cache, self.hardware, 1)
         ranks = {each.cp * each.tp for each in offered if isinstance(each, Choice)}
         return {number * pp for number in ranks for pp in range(1, len(self.cache.names) + 1)}
@@ -75,46 +83,63 @@ def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> 
     request = _Request(cache, hardware, nodes)
     if failed.closest is None:
         ways = [_other_batch(request, -1), _other_batch(request, 1), _fewer(request)]
-        both = None if any(ways) else _more_with_other_batch(request)
-        return [each for each in (*ways, both) if each]
-    more = _more_nodes(request)
-    ways = [f"--nodes {more}" if more else None, _shorter(request)]
-    if any(ways):
-        return [each for each in ways if each]
-    larger = _larger_device(request) or _sufficient_memory(request)
-    return [larger] if larger else []
+    else:
+        more = _more_nodes(request)
+        ways = [f"--nodes {more}" if more else None, _shorter(request)]
+        if not any(ways):
+            ways = [_larger_device(request)]
+    return [way for way in ways if way]
 
 
 def _width(per_replica: int) -> int | None:
-    """Return the smallest micro-batch size that splits ``per_replica`` samples into at most ``MAX_CHUNKS``."""
+    """Return the smallest micro-batch size that splits ``per_replica`` samples into
+    at most ``MAX_CHUNKS``.
+    """
     sizes = (size for size in MICRO_BATCH_SIZES if size & (size - 1) == 0)
     return next((size for size in sizes if per_replica <= size * MAX_CHUNKS), None)
 
 
 def _batches(request: _Request, way: int) -> list[int]:
     """Return global batches that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
-    samples, size, batches = request.samples, request.nodes * request.hardware.devices_per_node, set()
+    samples, size, batches = (
+        request.samples,
+        request.nodes * request.hardware.devices_per_node,
+        set(),
+    )
     for dp in {size // ranks for ranks in request.replica_sizes() if size % ranks == 0}:
-        per_replica = samples // dp + 1 if way > 0 else min((samples - 1) // dp, MAX_CHUNKS * MICRO_BATCH_SIZES[-1])
+        per_replica = (
+            samples // dp + 1
+            if way > 0
+            else min((samples - 1) // dp, MAX_CHUNKS * MICRO_BATCH_SIZES[-1])
+        )
         width = _width(per_replica)
         if width is not None and per_replica:
-            batches.add(dp * (per_replica + (-per_replica % width if way > 0 else -(per_replica % width))))
+            batches.add(
+                dp * (per_replica + (-per_replica % width if way > 0 else -(per_replica % width)))
+            )
     return sorted(batches, reverse=way < 0)
 
 
 def _other_batch(request: _Request, way: int) -> str | None:
     """Return the nearest global batch below or above that keeps the rules and fits into memory."""
     near = islice(_batches(request, way), TRIED)
-    return next((f"--global-batch {each}" for each in near if request.with_samples(each).is_solvable()), None)
+    return next(
+        (f"--global-batch {each}" for each in near if request.with_samples(each).is_solvable()),
+        None,
+    )
 
 
 def _fewer(request: _Request) -> str | None:
-    """Return the largest smaller number of nodes, or of devices on one node, that works with this global batch."""
+    """Return the largest smaller number of nodes, or of devices on one node,
+    that works with this global batch.
+    """
     for fewer in islice(_sizes_below(request), TRIED):
         if request._replace(nodes=fewer).is_solvable():
             return f"--nodes {fewer}"
     for devices in reversed(divisors(request.hardware.devices_per_node)[:-1]):
-        part = request._replace(hardware=request.hardware.model_copy(update={"devices_per_node": devices}), nodes=1)
+        part = request._replace(
+            hardware=request.hardware.model_copy(update={"devices_per_node": devices}), nodes=1
+        )
         if 1 in _sizes_below(part._replace(nodes=2)):
             return f"--nodes 1 --devices-per-node {devices}" if part.is_solvable() else None
     return None
@@ -124,8 +149,15 @@ def _sizes_below(request: _Request) -> list[int]:
     """Return smaller numbers of nodes on which some layout keeps the rules, the largest first."""
     samples, per_node = request.samples, request.hardware.devices_per_node
     replicas = [dp for dp in divisors(samples) if _fills(samples // dp)]
-    sizes = {ranks * dp for ranks in request.replica_sizes() for dp in replicas if ranks * dp % per_node == 0}
-    return sorted((size // per_node for size in sizes if size < request.nodes * per_node), reverse=True)
+    sizes = {
+        ranks * dp
+        for ranks in request.replica_sizes()
+        for dp in replicas
+        if ranks * dp % per_node == 0
+    }
+    return sorted(
+        (size // per_node for size in sizes if size < request.nodes * per_node), reverse=True
+    )
 
 
 def _fills(per_replica: int) -> bool:
@@ -151,16 +183,10 @@ def _more_nodes(request: _Request) -> int | None:
     return enough
 
 
-def _more_with_other_batch(request: _Request) -> str | None:
-    """Return more nodes and another global batch, for requests that no global batch alone can solve."""
-    for more in (request.nodes << doublings for doublings in range(1, DOUBLINGS + 1)):
-        if (way := _other_batch(request._replace(nodes=more), 1)) is not None:
-            return f"--nodes {more} {way}"
-    return None
-
-
 def _shorter(request: _Request) -> str | None:
-    """Return the longest sequence that fits, among half of the current length, a quarter, and so on."""
+    """Return the longest sequence that fits, among half of the current length, a quarter,
+    and so on.
+    """
     cache, data = request.cache, request.cache.config.data
     if data.builder is not None:
         return None
@@ -184,22 +210,19 @@ def _larger_device(request: _Request) -> str | None:
     """Return the known hardware with the smallest sufficient memory above the current one's."""
     hardware = request.hardware
     others = [
-        (each.memory_bytes, name, each) for name in known() if (each := read_hardware(name)).kind == hardware.kind
+        (each.memory_bytes, name, each)
+        for name in known()
+        if (each := read_hardware(name)).kind == hardware.kind
     ]
     for memory_bytes, name, other in sorted(others, key=lambda each: each[:2]):
-        if memory_bytes > hardware.memory_bytes and request.cache.config.train.dtype in other.flops_per_s:
+        if (
+            memory_bytes > hardware.memory_bytes
+            and request.cache.config.train.dtype in other.flops_per_s
+        ):
             box = other.model_copy(update={"devices_per_node": hardware.devices_per_node})
             if request._replace(hardware=box).is_solvable():
                 alike = other.devices_per_node == hardware.devices_per_node
-                return f"--cluster {name}" + ("" if alike else f" --devices-per-node {hardware.devices_per_node}")
-    return None
-
-
-def _sufficient_memory(request: _Request) -> str | None:
-    """Return the memory that would suffice, in doublings of the current one's; a real device may not have it."""
-    for doublings in range(1, 2 * DOUBLINGS + 1):
-        memory_bytes = request.hardware.memory_bytes << doublings
-        box = request.hardware.model_copy(update={"memory_bytes": memory_bytes})
-        if request._replace(hardware=box).is_solvable():
-            return f"memory_bytes = {memory_bytes} in the file of --cluster, which is {2**doublings} times as much"
+                return f"--cluster {name}" + (
+                    "" if alike else f" --devices-per-node {hardware.devices_per_node}"
+                )
     return None

@@ -3,8 +3,9 @@
     op          FLOPs   bytes   storages read and written        -> Work: kinds of operations, to be timed on a device
     storages    created by an operation, freed with their last reference  -> live and peak bytes
 
-Operations that are not products are counted one by one (``fused = False``, eager torch). Where a compiler or
-hand-written kernels fuse them, a group counts as one operation that reads its inputs and writes its outputs.
+Operations that are not products are counted one by one (``fused = False``, eager torch). Where a
+compiler or hand-written kernels fuse them, a group counts as one operation that reads its inputs
+and writes its outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from meshwright.model.meter import Operation, OperationRecorder, StorageRegistry
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
-GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.embedding_dense_backward, aten.index_put_}
+GATHERS = {
+    aten.embedding,
+    aten.index_select,
+    aten.gather,
+    aten.index,
+    aten.embedding_dense_backward,
+    aten.index_put_,
+}
 
 
 class WorkKind(StrEnum):
@@ -38,7 +46,9 @@ class WorkKind(StrEnum):
     FLOAT8 = "float8 product"
     """A matrix product of two float8 tensors with a scale per row."""
     EMULATION = "emulation"
-    """Conversion of the factors of a float8 product, which a device with such a kernel does not need."""
+    """Conversion of the factors of a float8 product,
+    which a device with such a kernel does not need.
+    """
     MEMORY = "memory"
     """All other operations, limited by memory bandwidth."""
 
@@ -52,7 +62,9 @@ class Work(NamedTuple):
     bytes: float
     """Bytes read and written by one of them."""
     shape: tuple[int, int, int, int] = (1, 0, 0, 0)
-    """(batch, m, n, k) of a product; for attention (samples times heads, queries, keys, head dim)."""
+    """(batch, m, n, k) of a product; for attention (samples times heads, queries, keys,
+    head dim).
+    """
     times: int = 1
     groups: int = 1
     """Number of products in one grouped product (``aten._grouped_mm``), which is its batch."""
@@ -82,13 +94,17 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
     """Context that records operations. Only storages created inside it count as live."""
 
     def __init__(self, group: CountingGroup) -> None:
-        """Create an empty recorder; ``group.repeats`` is the number of loop passes that a recorded pass stands for."""
+        """Create an empty recorder; ``group.repeats`` is the number of loop passes
+        that a recorded pass stands for.
+        """
         super().__init__()
         self.group = group
         self.ops: list[RecordedOp] = []
         self.attended: list[tuple[int, int]] = []
         self.accumulated: tuple[set[tuple[int, ...]], set[int]] = set(), set()
-        """Products of these weight shapes over these numbers of tokens need no new memory: they accumulate in place."""
+        """Products of these weight shapes over these numbers of tokens need no new memory:
+        they accumulate in place.
+        """
         self.live = 0
         self.peak = 0
         self.watched = 0
@@ -96,7 +112,9 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         """Peak live bytes without watched storages."""
         self._watched_numbers: set[int] = set()
         self._conversions: dict[int, list[RecordedOp]] = {}
-        """Storages with values that were converted from float8, and the operations of the conversion."""
+        """Storages with values that were converted from float8,
+        and the operations of the conversion.
+        """
         self._sizes: dict[int, int] = {}
         reference = weakref.ref(self)
 
@@ -118,7 +136,9 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self.watched += tensor.untyped_storage().nbytes()
 
     def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage: shared by views, not reused for a later storage at its address."""
+        """Return the number of a tensor's storage: shared by views,
+        not reused for a later storage at its address.
+        """
         number = self._storages.find(tensor)
         return self._add(tensor, 0) if number is None else number
 
@@ -140,9 +160,15 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         return self._storages.numbers()
 
     def add(
-        self, flops: float, num_bytes: float, done_share: float = 1.0, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
+        self,
+        flops: float,
+        num_bytes: float,
+        done_share: float = 1.0,
+        shape: tuple[int, int, int, int] = (1, 0, 0, 0),
     ) -> None:
-        """Record the fused attention kernel (see :class:`meshwright.model.meter.FusedAttentionMode`)."""
+        """Record the fused attention kernel (see
+        :class:`meshwright.model.meter.FusedAttentionMode`).
+        """
         self.ops.append(RecordedOp(WorkKind.ATTENTION, flops * done_share, num_bytes, shape))
 
     def record(self, operation: Operation) -> None:
@@ -155,7 +181,9 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
             if number is None:
                 inner = inputs[0].shape[-1] if inputs and inputs[0].dim() == 2 else 0
                 is_added = (
-                    packet is aten.mm and inner in self.accumulated[1] and tuple(tensor.shape) in self.accumulated[0]
+                    packet is aten.mm
+                    and inner in self.accumulated[1]
+                    and tuple(tensor.shape) in self.accumulated[0]
                 )
                 size = 0 if is_added else tensor.untyped_storage().nbytes()
                 writes[self._add(tensor, size)] = stored_bytes(tensor)
@@ -183,8 +211,12 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
             self._follow_float8(op, inputs)
 
     def _follow_float8(self, op: RecordedOp, inputs: Iterable[Tensor]) -> None:
-        """Find products of two converted float8 tensors: the emulation of :mod:`meshwright.fp8.products`."""
-        converted = [self._conversions[number] for number in op.reads if number in self._conversions]
+        """Find products of two converted float8 tensors:
+        the emulation of :mod:`meshwright.fp8.products`.
+        """
+        converted = [
+            self._conversions[number] for number in op.reads if number in self._conversions
+        ]
         if op.kind is WorkKind.PRODUCT:
             if len(converted) == len(op.reads) == 2:
                 op.kind = WorkKind.FLOAT8
@@ -195,7 +227,9 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
                 self._conversions[number] = [*chain.from_iterable(converted), op]
 
     def work(self, start: int, stop: int, *, fused: bool, any_order: bool) -> tuple[Work, ...]:
-        """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs, bytes and shape."""
+        """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs,
+        bytes and shape.
+        """
         ops: Iterable[RecordedOp] = _fuse(self.ops, start, stop) if fused else self.ops[start:stop]
         if any_order:
             ops = [op for op in ops if not op.copies]
@@ -206,11 +240,19 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
 
 
 def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
-    """Return (batch, m, n, k) of a product; any other operation becomes a square product with the same FLOPs."""
-    if packet is aten._grouped_mm:  # by groups of rows, of equal size: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
+    """Return (batch, m, n, k) of a product;
+    any other operation becomes a square product with the same FLOPs.
+    """
+    # by groups of rows, of equal size: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
+    if packet is aten._grouped_mm:
         (rows, k), num_groups, n = args[0].shape, args[2].numel(), args[1].shape[-1]
         of_rows = args[1].dim() == 3
-        return num_groups, rows // num_groups if of_rows else rows, n, k if of_rows else k // num_groups
+        return (
+            num_groups,
+            rows // num_groups if of_rows else rows,
+            n,
+            k if of_rows else k // num_groups,
+        )
     if packet in PRODUCTS:
         a, b = [arg for arg in args if isinstance(arg, Tensor)][-2:]
         batch = a.shape[0] if a.dim() == 3 else 1
@@ -220,7 +262,9 @@ def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
 
 
 def _fuse(ops: list[RecordedOp], start: int, stop: int) -> Iterator[RecordedOp]:
-    """Group neighbouring operations that consume each other's results; intermediates within a group cost no bytes."""
+    """Group neighbouring operations that consume each other's results;
+    intermediates within a group cost no bytes.
+    """
     used_later: dict[int, int] = {}
     for position, op in enumerate(ops):
         for number in op.reads:
@@ -256,4 +300,6 @@ def _merge(group: list[RecordedOp], end: int, used_later: dict[int, int]) -> Rec
             made[number] = max(made.get(number, 0.0), size)
     out = sum(size for number, size in made.items() if used_later.get(number, -1) >= end)
     last = max(group[-1].writes.values(), default=0.0)
-    return RecordedOp(WorkKind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times)
+    return RecordedOp(
+        WorkKind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times
+    )

@@ -1,4 +1,6 @@
-"""HTML page of a plan: one self-contained file, no network, readable on a phone and in dark mode."""
+"""HTML page of a plan: one self-contained file, no network,
+readable on a phone and in dark mode.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from meshwright_plan.page.placement import placement_cards
 from meshwright_plan.page.render import render, svg_of
 from meshwright_plan.picture.figure import figure
 from meshwright_plan.picture.panel import Panel, Unit
-from meshwright_plan.planner.explanation import duration, sanity, strategy, why
+from meshwright_plan.planner.explanation import duration, strategy, why
 from meshwright_plan.planner.figures import memory_bars, trade_off
-from meshwright_plan.planner.memory import CATEGORIES
+from meshwright_plan.planner.memory.rank import CATEGORIES
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import Plan, tokens_per_second, usable_bytes
 from meshwright_plan.planner.ranking import error_share
@@ -33,26 +35,35 @@ def page(cache: ModelCache, plan: Plan) -> str:
         plan=plan,
         first=first,
         facts=[
-            ("model", f"{plan.base.model.builder}, {len(cache.names)} layers, {plan.base.train.dtype}"),
+            (
+                "model",
+                f"{plan.base.model.builder}, {len(cache.names)} layers, {plan.base.train.dtype}",
+            ),
             ("step", f"{duration(first.time.total)} ± {share:.1%} predicted, {first.mfu:.1%} MFU"),
             ("rate", f"{tokens_per_second(first, cache):,.0f} {cache.example(1).unit} a second"),
-            ("memory", f"{format_size(first.peak_bytes)} of {format_size(room)} on the fullest rank"),
+            (
+                "memory",
+                f"{format_size(first.peak_bytes)} of {format_size(room)} on the fullest rank",
+            ),
         ],
         layout=str(first.choice),
         strategy=strategy(cache, plan),
         rows=_rows(cache, plan),
         why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
         notes=notes(plan),
-        sanity=sanity(cache, first),
         categories=CATEGORIES,
         memory=memory_rows(first),
         memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),
         trade_off_svg=svg_of(trade_off(plan), "time of a step against memory"),
-        schedule_svg=svg_of(figure([Panel(timeline)], Unit.SECONDS), "the schedule, simulated")
-        if first.choice.pp > 1 and len(timeline.spans) <= MAX_DRAWN
-        else "",
+        schedule_svg=(
+            svg_of(figure([Panel(timeline)], Unit.SECONDS), "the schedule, simulated")
+            if first.choice.pp > 1 and len(timeline.spans) <= MAX_DRAWN
+            else ""
+        ),
         shades=first.choice.interleave > 1,
-        placement=placement_cards(first.layout.grid, nodes_of(plan.nodes, plan.hardware.devices_per_node)),
+        placement=placement_cards(
+            first.layout.grid, nodes_of(plan.nodes, plan.hardware.devices_per_node)
+        ),
         rejected=plan.rejections_by_rule().most_common(),
     )
 
@@ -61,11 +72,15 @@ def _rows(cache: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             str(number),
-            f"{duration(each.time.total)} ± {duration(each.time.total * error_share(plan.hardware), 2)}",
+            (
+                f"{duration(each.time.total)} ±"
+                f" {duration(each.time.total * error_share(plan.hardware), 2)}"
+            ),
             f"{each.mfu:.1%}",
             format_size(each.peak_bytes),
             f"{each.time.bubble_share:.1%}",
-            str(each.choice) + (f" (+{len(plan.alike[each.choice])} alike)" if each.choice in plan.alike else ""),
+            str(each.choice)
+            + (f" (+{len(plan.alike[each.choice])} alike)" if each.choice in plan.alike else ""),
         )
         for number, each in enumerate(plan.best, start=1)
     ]

@@ -1,4 +1,6 @@
-"""Plan: the layouts of a model on a cluster that fit, by time, and the reasons against the others."""
+"""Plan: the layouts of a model on a cluster that fit, by time,
+and the reasons against the others.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from meshwright_plan.planner.choice import Choice, Rejection
 from meshwright_plan.planner.cost import StepTime, step_time
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.layout_model import LayoutModel
-from meshwright_plan.planner.memory import RankMemory
+from meshwright_plan.planner.memory.rank import RankMemory
+from meshwright_plan.planner.memory.reduction import GLOO, NCCL, Backend
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.rates import PerformanceModel
-from meshwright_plan.planner.reduction_buffers import GLOO, NCCL, Backend
 
 HEADROOM_SHARE = 0.08
-"""Fraction of a device's usable memory that is left free for allocator fragmentation and kernel workspaces."""
+"""Fraction of a device's usable memory that is left free for allocator fragmentation
+and kernel workspaces.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,13 @@ class RankedLayout:
     layout: LayoutModel
     time: StepTime
     memory: tuple[RankMemory, ...]
-    """Memory of each pipeline rank; before the schedule is lowered, only of ranks that may have the peak."""
+    """Memory of each pipeline rank; before the schedule is lowered,
+    only of ranks that may have the peak.
+    """
     mfu: float
-    """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
+    """Model FLOPs (forward once, backward twice as much, full attention)
+    over the peak of the dtype, 0..1.
+    """
 
     @property
     def peak_bytes(self) -> int:
@@ -47,7 +55,9 @@ class Plan:
     hardware: Hardware
     nodes: int
     best: list[RankedLayout]
-    """Best layouts, ordered by predicted time; in a settled plan, the simplest that ties with the fastest is first."""
+    """Best layouts, ordered by predicted time; in a settled plan,
+    the simplest that ties with the fastest is first.
+    """
     rejected: list[Rejection]
     num_choices: int
     """Number of layouts that the rules allow."""
@@ -84,7 +94,11 @@ def usable_bytes(hardware: Hardware) -> int:
 
 
 def evaluate(
-    cache: ModelCache, hardware: Hardware, config: RunConfig, choice: Choice, schedule: Schedule | None = None
+    cache: ModelCache,
+    hardware: Hardware,
+    config: RunConfig,
+    choice: Choice,
+    schedule: Schedule | None = None,
 ) -> RankedLayout:
     """Return the predicted time and memory of a configuration, whether it fits or not."""
     hardware.check_dtype(config.train.dtype)
@@ -102,12 +116,14 @@ def ranked_layout(
 ) -> RankedLayout:
     """Time a layout whose memory is known."""
     time = step_time(layout, performance)
-    peak_flops_per_s = layout.grid.size * performance.hardware.flops_per_s[layout.config.train.dtype]
+    peak_flops_per_s = (
+        layout.grid.size * performance.hardware.flops_per_s[layout.config.train.dtype]
+    )
     mfu = cache.flops_per_step(layout.config) / time.total / peak_flops_per_s
     return RankedLayout(choice, layout.config, layout, time, memory, mfu)
 
 
 def tokens_per_second(layout: RankedLayout, cache: ModelCache) -> float:
     """Return the throughput of all devices together, in tokens/s."""
-    batch = batch_numbers(layout.config)
+    batch = batch_numbers(layout.config.batch)
     return batch.global_batch * cache.example(1).tokens_per_sample / layout.time.total

@@ -1,4 +1,5 @@
-"""Profiles of layers for one micro-batch on one tp rank, measured by running the real modules on the meta device.
+"""Profiles of layers for one micro-batch on one tp rank,
+measured by running the real modules on the meta device.
 
     plain model on meta -> split over tp -> one layer after the other, forward and backward, under a WorkRecorder
 
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from meshwright.current import CurrentMicrobatch
 from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.plan import outline_of, outline_of_value
 from meshwright.pipeline.values import Loss
-from meshwright.seeding import Draw, SeededDropout
+from meshwright.seeding import SeededDropout
 from meshwright_plan.planner.context import ContextMeter
 from meshwright_plan.planner.kernels import ExecutionOptions
 from meshwright_plan.planner.layer_profile import LayerProfile
@@ -32,7 +34,9 @@ from meshwright_plan.planner.layer_run import LayerRun
 
 
 def counting_group(tp: int) -> CountingGroup:
-    """Return a fake tensor-parallel group of ``tp`` ranks, seen from rank 0; it counts traffic and sends nothing."""
+    """Return a fake tensor-parallel group of ``tp`` ranks, seen from rank 0;
+    it counts traffic and sends nothing.
+    """
     return CountingGroup("tp", tuple(range(tp)), 0)
 
 
@@ -62,24 +66,31 @@ class LayerProfiler:
         """Profile every layer, first to last.
 
         Args:
-            layers: (name, module), split over tp already, in the training dtype, on meta. A module that represents
-                several layers is repeated.
-            inputs: Inputs of one micro-batch, on meta; full tensors, as every tp rank receives them.
+            layers: (name, module), split over tp already, in the training dtype, on meta. A module
+                that represents several layers is repeated.
+            inputs: Inputs of one micro-batch, on meta; full tensors, as every tp rank receives
+                them.
             labels: Labels of that micro-batch; None leaves the loss out.
-            recompute: names of the layers and modules that are recomputed in backward (activation checkpointing).
+            recompute: names of the layers and modules that are recomputed in backward (activation
+                checkpointing).
 
         Raises:
             ModelError: a layer, or the loss, fails on meta.
         """
         value = inputs
-        draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"), is_recompute=True)
+        current = CurrentMicrobatch(
+            torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"),
+            is_recompute=True,
+        )
         profiles = []
         outlines: dict[int, Any] = {}
         for index, (name, original) in enumerate(layers):
             if id(original) not in outlines:
                 outlines[id(original)] = outline_of(original)
             own_labels = labels if index == len(layers) - 1 else None
-            parts = tuple(part.removeprefix(name) for part in recompute if part.split(".")[0] == name)
+            parts = tuple(
+                part.removeprefix(name) for part in recompute if part.split(".")[0] == name
+            )
             key: Any = (
                 outlines[id(original)],
                 outline_of_value(value),
@@ -93,7 +104,7 @@ class LayerProfiler:
             )
             if key not in self.results:
                 loss = None if own_labels is None else partial(self._loss, own_labels)
-                layer = _copy_on_meta(original, draw)
+                layer = _copy_on_meta(original, current)
                 run = LayerRun(name, layer, self.tp, self.execution, loss, parts, splits_backward)
                 run.meter = self.meter
                 self.results[key] = run.profile(value)
@@ -105,10 +116,12 @@ class LayerProfiler:
         return self.loss(output, labels.to("meta"))
 
 
-def _copy_on_meta(original: nn.Module, draw: Draw) -> nn.Module:
-    """Return a copy of a layer on meta in train mode, whose dropouts draw for samples without values."""
+def _copy_on_meta(original: nn.Module, current: CurrentMicrobatch) -> nn.Module:
+    """Return a copy of a layer on meta in train mode,
+    whose dropouts draw for samples without values.
+    """
     layer = copy.deepcopy(original).to("meta").train()
     for module in layer.modules():
         if isinstance(module, SeededDropout):
-            module.draw, module.name = draw, ""
+            module.current, module.name = current, ""
     return layer

@@ -1,4 +1,5 @@
-"""Ranking of layouts within the prediction's error: error bars, ties, the simplest of a tie, near-duplicates.
+"""Ranking of layouts within the prediction's error: error bars, ties, the simplest of a tie,
+near-duplicates.
 
 ERROR_SHARE              mean error of a step's time                   the bar beside each time
 TIE_SHARE                lead that is hardly better than chance        a tie, which goes to the simplest layout
@@ -18,12 +19,16 @@ from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.plan import RankedLayout
 
 ERROR_SHARE = 0.062
-"""Mean error of predicted times on published runs of three sources that no constant was fitted on."""
+"""Mean error of predicted times on published runs of three sources
+that no constant was fitted on.
+"""
 MEASURED_ERROR_SHARE = 0.125
 """Mean error after ``calibrate`` (16 layouts on CPUs)."""
 TIE_SHARE = 0.02
-"""Predicted lead below which the order of two layouts is hardly better than chance: right in 69 % of the pairs of
-published runs of one model on one cluster; 84 % from 2 to 4 %, 95 % from 4 to 10 %, 96 % from 10 to 20 %."""
+"""Predicted lead below which the order of two layouts is hardly better than chance: right in 69 %
+of the pairs of published runs of one model on one cluster; 84 % from 2 to 4 %, 95 % from 4 to 10 %,
+96 % from 10 to 20 %.
+"""
 SPLIT_SCHEDULES = ("zb_h1", "zb_h2", *V_SCHEDULES)
 
 
@@ -45,7 +50,9 @@ def error_share(hardware: Hardware) -> float:
 
 
 def complexity(choice: Choice) -> tuple[float, ...]:
-    """Return what a layout needs beyond plain data parallelism, the costliest to understand first: less is simpler."""
+    """Return what a layout needs beyond plain data parallelism, the costliest to understand first:
+    less is simpler.
+    """
     degrees = (choice.pp, choice.cp, choice.tp, choice.ep)
     splits = choice.schedule in SPLIT_SCHEDULES
     return (
@@ -73,7 +80,8 @@ def is_tie(first_s: float, other_s: float) -> bool:
 
 
 def group_alike(ranked: Sequence[RankedLayout], shown: RankedLayout | None = None) -> list[Line]:
-    """Group near-duplicates into lines, each shown as its simplest layout, ordered by time; ``shown`` is never hidden.
+    """Group near-duplicates into lines, each shown as its simplest layout, ordered by time;
+    ``shown`` is never hidden.
 
     ``ranked``: ordered by time.
     """
@@ -82,7 +90,9 @@ def group_alike(ranked: Sequence[RankedLayout], shown: RankedLayout | None = Non
     while left:
         fastest, degrees = left[0], left[0].choice.degrees
         alike = [
-            each for each in left if each.choice.degrees == degrees and is_tie(fastest.time.total, each.time.total)
+            each
+            for each in left
+            if each.choice.degrees == degrees and is_tie(fastest.time.total, each.time.total)
         ]
         chosen = next((each for each in alike if each is shown), None) or simplest(alike)
         lines.append(Line(chosen, tuple(each for each in alike if each is not chosen)))
@@ -91,7 +101,9 @@ def group_alike(ranked: Sequence[RankedLayout], shown: RankedLayout | None = Non
 
 
 def choose_lines(
-    ranked: Sequence[RankedLayout], number: int, lowered: Callable[[RankedLayout], RankedLayout | None]
+    ranked: Sequence[RankedLayout],
+    number: int,
+    lowered: Callable[[RankedLayout], RankedLayout | None],
 ) -> list[Line]:
     """Return up to ``number`` lines by time, but first the simplest that ties with the fastest.
 
@@ -106,6 +118,8 @@ def choose_lines(
         if whole is not None:
             lines = group_alike(left, first)
             (line,) = (line for line in lines if line.layout is first)
-            return [line._replace(layout=whole), *(other for other in lines if other is not line)][:number]
+            return [line._replace(layout=whole), *(other for other in lines if other is not line)][
+                :number
+            ]
         left.remove(first)
     return []

@@ -21,49 +21,82 @@ from meshwright_plan.planner.rates import PerformanceModel
 from meshwright_plan.planner.stage_time import StageTime, stages_by_rank
 
 
-def replicas_s(layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime]) -> tuple[float, float]:
-    """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
+def replicas_s(
+    layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime]
+) -> tuple[float, float]:
+    """Return the exposed seconds of gradient reduction and of weight all-gathers,
+    on the slowest rank.
+    """
     if layout.grid.num_replicas == 1:  # ep is then 1 or tp: no expert has replicas either
         return 0.0, 0.0
     by_rank = stages_by_rank(layout.schedule)
     fullest = max(by_rank, key=lambda own: sum(layout.elements[stage].trained for stage in own))
-    candidates = [_replica_s(layout, performance, stages, own) for own in (by_rank[0], by_rank[-1], fullest)]
+    candidates = [
+        _replica_s(layout, performance, stages, own) for own in (by_rank[0], by_rank[-1], fullest)
+    ]
     return max(candidates, key=sum)
 
 
 def _replica_s(
-    layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime], own: Sequence[int]
+    layout: LayoutModel,
+    performance: PerformanceModel,
+    stages: Sequence[StageTime],
+    own: Sequence[int],
 ) -> tuple[float, float]:
-    """Return the exposed seconds of gradient reduction and of weight all-gathers, on a rank with the stages ``own``."""
+    """Return the exposed seconds of gradient reduction and of weight all-gathers,
+    on a rank with the stages ``own``.
+    """
     config, grid, traits = layout.config, layout.grid, performance.traits
     elements = sum(layout.elements[stage].dense for stage in own)
-    dense = _Collectives(performance, config, elements, grid.num_replicas, shard_factor(config), grid.tp)
+    dense = _Collectives(
+        performance, config, elements, grid.num_replicas, shard_factor(config.parallel), grid.tp
+    )
     experts = _experts(layout, performance, own)
 
     def exposed_s(seconds: float, compute_s: float, overlaps: bool) -> float:
         hidden = performance.fractions.hidden
-        return max(seconds - hidden * compute_s, (1 - hidden) * min(seconds, compute_s)) if overlaps else seconds
+        return (
+            max(seconds - hidden * compute_s, (1 - hidden) * min(seconds, compute_s))
+            if overlaps
+            else seconds
+        )
 
     forward_s = sum(stages[stage].forward for stage in own)
     backward_s = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
-    chunks = batch_numbers(config).chunks
+    chunks = batch_numbers(config.batch).chunks
     if config.parallel.zero == 3:
         layers = sum(len(layout.stages[stage]) for stage in own)
-        with_experts = sum(layout.layers[at].num_experts > 0 for stage in own for at in layout.stages[stage])
+        with_experts = sum(
+            layout.layers[at].num_experts > 0 for stage in own for at in layout.stages[stage]
+        )
         gathers_experts = layout.gathers_experts(own)
         frozen = sum(layout.elements[stage].frozen for stage in own)
-        copy_s, add_s = _host_shards_s(layout, performance, elements / dense.shards, frozen / dense.shards)
-        sums = dense.reduce_scatter_s(layers) + (dense.all_reduce_s(layers) if dense.replicas > dense.shards else 0.0)
+        copy_s, add_s = _host_shards_s(
+            layout, performance, elements / dense.shards, frozen / dense.shards
+        )
+        sums = dense.reduce_scatter_s(layers) + (
+            dense.all_reduce_s(layers) if dense.replicas > dense.shards else 0.0
+        )
         sums += experts.sums_s(with_experts if gathers_experts else None)
-        of_experts = experts.all_gather_s(with_experts) if gathers_experts and experts.elements else 0.0
-        in_forward = max(dense._replace(elements=elements + frozen).all_gather_s(layers) + of_experts, copy_s)
+        of_experts = (
+            experts.all_gather_s(with_experts) if gathers_experts and experts.elements else 0.0
+        )
+        in_forward = max(
+            dense._replace(elements=elements + frozen).all_gather_s(layers) + of_experts, copy_s
+        )
         in_backward = in_forward + sums
         reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
-        once = 0.0 if gathers_experts else exposed_s(experts.gathers_s(), forward_s, traits.overlaps_gather)
+        once = (
+            0.0
+            if gathers_experts
+            else exposed_s(experts.gathers_s(), forward_s, traits.overlaps_gather)
+        )
         return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather) + once
     sums = dense.sums_s() + experts.sums_s()
-    each, beside = reduces_each_microbatch(config), _passes_beside(layout, len(own))
-    reduce = (chunks if each else 1) * exposed_s(sums, backward_s * (1 if each else beside), traits.overlaps_reduce)
+    each, beside = reduces_each_microbatch(config.parallel), _passes_beside(layout, len(own))
+    reduce = (chunks if each else 1) * exposed_s(
+        sums, backward_s * (1 if each else beside), traits.overlaps_reduce
+    )
     gathers = dense.gathers_s() + experts.gathers_s()
     return reduce, exposed_s(gathers, forward_s * beside, traits.overlaps_gather)
 
@@ -98,14 +131,18 @@ class _Collectives(NamedTuple):
     def reduce_scatter_s(self, calls: int) -> float:
         """Return the seconds of the reduce-scatters of all gradients, in ``calls`` messages."""
         ring = (self.shards - 1) / self.shards
-        return self.near.seconds(self.elements * self.gradient_bytes * ring, calls, "reduce_scatter")
+        return self.near.seconds(
+            self.elements * self.gradient_bytes * ring, calls, "reduce_scatter"
+        )
 
     def all_reduce_s(self, calls: int) -> float:
         """Return the seconds of the all-reduces of this rank's shards."""
         groups = self.replicas // self.shards
         far = self.performance.group_link(groups, self.stride * self.shards)
         across = 2 * (groups - 1) / groups
-        return far.seconds(self.elements * self.gradient_bytes / self.shards * across, calls, "all_reduce")
+        return far.seconds(
+            self.elements * self.gradient_bytes / self.shards * across, calls, "all_reduce"
+        )
 
     def all_gather_s(self, calls: int) -> float:
         """Return the seconds of the all-gathers of all weights."""
@@ -114,10 +151,19 @@ class _Collectives(NamedTuple):
 
     @property
     def _calls(self) -> int:
-        return max(1, math.ceil(self.elements * self.gradient_bytes / bucket_bytes(self.config)))
+        return max(
+            1,
+            math.ceil(
+                self.elements
+                * self.gradient_bytes
+                / bucket_bytes(self.config.parallel, self.config.train)
+            ),
+        )
 
     def sums_s(self, calls: int | None = None) -> float:
-        """Return the seconds of the sums of all gradients, in ``calls`` messages; None: in buckets."""
+        """Return the seconds of the sums of all gradients, in ``calls`` messages; None:
+        in buckets.
+        """
         number = self._calls if calls is None else calls
         return self.reduce_scatter_s(number) + self.all_reduce_s(number) if self.elements else 0.0
 
@@ -126,18 +172,26 @@ class _Collectives(NamedTuple):
         return self.all_gather_s(self._calls) if self.shards > 1 and self.elements else 0.0
 
 
-def _experts(layout: LayoutModel, performance: PerformanceModel, own: Sequence[int]) -> _Collectives:
-    """Return the collectives of the experts that ranks share, over the ranks with the same experts."""
+def _experts(
+    layout: LayoutModel, performance: PerformanceModel, own: Sequence[int]
+) -> _Collectives:
+    """Return the collectives of the experts that ranks share,
+    over the ranks with the same experts.
+    """
     elements = sum(layout.elements[stage].of_experts.trained for stage in own)
     grid, config = layout.grid, layout.config
     replicas = grid.num_replicas * grid.tp // grid.ep
-    return _Collectives(performance, config, elements, replicas, expert_shard_factor(config), grid.ep)
+    return _Collectives(
+        performance, config, elements, replicas, expert_shard_factor(config.parallel), grid.ep
+    )
 
 
 def _passes_beside(layout: LayoutModel, num_stages: int) -> float:
-    """Return the passes of a rank's stages that overlap its gradient reduction, or its weight all-gather.
+    """Return the passes of a rank's stages that overlap its gradient reduction,
+    or its weight all-gather.
 
-    It is one, of the last micro-batch. In an interleaved schedule up to pp micro-batches follow on its other stages.
+    It is one, of the last micro-batch. In an interleaved schedule up to pp micro-batches follow on
+    its other stages.
     """
     if layout.schedule.name != "interleaved_1f1b":
         return 1.0
@@ -148,10 +202,12 @@ def _passes_beside(layout: LayoutModel, num_stages: int) -> float:
 def _host_shards_s(
     layout: LayoutModel, performance: PerformanceModel, shard: float, frozen: float
 ) -> tuple[float, float]:
-    """Return the seconds of one copy of float32 shards over the host link, and of a sum of gradients on the host.
+    """Return the seconds of one copy of float32 shards over the host link,
+    and of a sum of gradients on the host.
 
-    ZeRO-3 with offload copies each shard (``shard`` elements) to the device for forward, again for backward, and its
-    gradient back: in each micro-batch. The link carries both directions at once. The host then adds the gradients.
+    ZeRO-3 with offload copies each shard (``shard`` elements) to the device for forward, again for
+    backward, and its gradient back: in each micro-batch. The link carries both directions at once.
+    The host then adds the gradients.
     ``frozen``: elements of this rank's shards that are not trained, in the dtype of the weights.
     """
     hardware = performance.hardware

@@ -1,4 +1,5 @@
-"""Search over all layouts of a model on a cluster: counts of rejected ones by rule, the others ranked by time.
+"""Search over all layouts of a model on a cluster: counts of rejected ones by rule,
+the others ranked by time.
 
 degrees, batch, schedule, ZeRO stage, recompute        every combination that the rules allow     choices.py
   -> time and memory by formula                         all of them
@@ -28,7 +29,14 @@ from meshwright_plan.planner.estimates import (
 )
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.model_cache import ModelCache
-from meshwright_plan.planner.plan import Plan, RankedLayout, backend_of, evaluate, ranked_layout, usable_bytes
+from meshwright_plan.planner.plan import (
+    Plan,
+    RankedLayout,
+    backend_of,
+    evaluate,
+    ranked_layout,
+    usable_bytes,
+)
 from meshwright_plan.planner.ranking import choose_lines, complexity, group_alike, is_tie
 from meshwright_plan.planner.rates import PerformanceModel
 
@@ -59,7 +67,8 @@ def search(
 ) -> Plan:
     """Search all layouts of the cache's model and batch on ``nodes`` nodes.
 
-    ``settles``: near-duplicates count as one of the ``best``; the simplest layout that ties with the fastest is first.
+    ``settles``: near-duplicates count as one of the ``best``; the simplest layout that ties with
+        the fastest is first.
     """
     hardware.check_dtype(cache.config.train.dtype)
     plan = Plan(cache.config, hardware, nodes, [], [], 0, 0)
@@ -68,11 +77,17 @@ def search(
     if settles:
         lines = choose_lines(run.rank(best, distinct=True), best, run.lowered)
         plan.best = [line.layout for line in lines]
-        plan.alike = {line.layout.choice: tuple(each.choice for each in line.alike) for line in lines if line.alike}
+        plan.alike = {
+            line.layout.choice: tuple(each.choice for each in line.alike)
+            for line in lines
+            if line.alike
+        }
     else:
         plan.best = run.rank(best)[:best]
     plan.num_fitting -= len(run.failed)
-    plan.trade_off = [(e.seconds, e.bytes, e.choice) for e in run.estimates if e.choice not in run.failed]
+    plan.trade_off = [
+        (e.seconds, e.bytes, e.choice) for e in run.estimates if e.choice not in run.failed
+    ]
     for reason, large in run.too_large.items():
         plan.rejected.append(_memory_rejection(reason, large, run.room))
     if not plan.best and run.too_large:
@@ -89,9 +104,11 @@ def _memory_rejection(reason: str, large: Sequence[tuple[int, Choice]], room: in
 
 @dataclass
 class _Search:
-    """Search in progress: estimates of all layouts by formula, then the evaluation of the best ones.
+    """Search in progress: estimates of all layouts by formula,
+    then the evaluation of the best ones.
 
-    The evaluation times a layout from its schedule of computations. The fastest layout is also lowered, as it will run.
+    The evaluation times a layout from its schedule of computations. The fastest layout is also
+    lowered, as it will run.
     """
 
     cache: ModelCache
@@ -100,10 +117,16 @@ class _Search:
     room: int
     """Bytes of a device that a layout may use."""
     estimates: list[_Estimate] = field(default_factory=list)
-    """Estimates of the layouts that fit; those of skipped choices follow when a faster one turns out not to fit."""
+    """Estimates of the layouts that fit; those of skipped choices follow
+    when a faster one turns out not to fit.
+    """
     skipped: dict[Shape, list[Choice]] = field(default_factory=lambda: defaultdict(list))
-    """Choices not evaluated because one that shards or recomputes less, and so is never slower, fits by formula."""
-    too_large: dict[str, list[tuple[int, Choice]]] = field(default_factory=lambda: defaultdict(list))
+    """Choices not evaluated because one that shards or recomputes less, and so is never slower,
+    fits by formula.
+    """
+    too_large: dict[str, list[tuple[int, Choice]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     """Reason -> (bytes, choice) of the layouts that do not fit."""
     failed: set[Choice] = field(default_factory=set)
     """Choices that fit by formula and turned out not to fit."""
@@ -112,11 +135,15 @@ class _Search:
         self.performance = PerformanceModel.of(self.hardware)
 
     def estimate_all(self, offload: bool) -> None:
-        """Estimate every layout; count those that the rules allow, and record those that they do not."""
+        """Estimate every layout; count those that the rules allow,
+        and record those that they do not.
+        """
         tried: set[tuple[Degrees, int]] = set()
         fits: set[tuple[Degrees, int]] = set()
         offered = choices(self.cache, self.hardware, self.plan.nodes, offload=offload)
-        for shape, group in groupby(offered, key=lambda each: None if isinstance(each, Rejection) else each.shape):
+        for shape, group in groupby(
+            offered, key=lambda each: None if isinstance(each, Rejection) else each.shape
+        ):
             if shape is None:
                 self.plan.rejected += [each for each in group if isinstance(each, Rejection)]
                 continue
@@ -146,10 +173,14 @@ class _Search:
 
     def _estimate(self, alike: Sequence[Choice]) -> bool:
         """Estimate choices that differ only in sharding and recompute; return True if any fits."""
-        least = max(alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor))
+        least = max(
+            alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor)
+        )
         at_rest, _ = least_bytes(self.cache, least)
         if at_rest > self.room:
-            self.too_large["weights, gradients and optimizer alone"] += [(at_rest, least)] * len(alike)
+            self.too_large["weights, gradients and optimizer alone"] += [(at_rest, least)] * len(
+                alike
+            )
             return False
         needed = estimate_bytes(self.cache, least)
         if needed > self.room:
@@ -169,21 +200,30 @@ class _Search:
         return bool(fitting)
 
     def _estimate_of(self, choice: Choice, num_bytes: int) -> _Estimate:
-        return _Estimate(estimate_s(self.cache, self.performance, choice), choice.zero, num_bytes, choice)
+        return _Estimate(
+            estimate_s(self.cache, self.performance, choice), choice.zero, num_bytes, choice
+        )
 
     def rank(self, number: int, *, distinct: bool = False) -> list[RankedLayout]:
-        """Return layouts that fit, ordered by time, among them the best ``number``; ``distinct``: near-duplicates count
-        as one."""
+        """Return layouts that fit, ordered by time, among them the best ``number``; ``distinct``:
+        near-duplicates count as one.
+        """
         waiting = sorted(_postponed(self.estimates) if distinct else self.estimates)
         ranked: list[RankedLayout] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
         num_evaluated = 0
         while True:
             best = (
-                [line.fastest_s for line in group_alike(ranked)] if distinct else [each.time.total for each in ranked]
+                [line.fastest_s for line in group_alike(ranked)]
+                if distinct
+                else [each.time.total for each in ranked]
             )
             slowest = best[number - 1] if len(best) >= number else math.inf
-            if waiting and waiting[0].seconds <= slowest and (num_evaluated < MAX_EVALUATED or not ranked):
+            if (
+                waiting
+                and waiting[0].seconds <= slowest
+                and (num_evaluated < MAX_EVALUATED or not ranked)
+            ):
                 choice = heapq.heappop(waiting).choice
                 if _is_skipped(choice, fitting[choice.shape]):
                     self.skipped[choice.shape].append(choice)
@@ -202,12 +242,17 @@ class _Search:
         return ranked
 
     def _evaluate(self, choice: Choice) -> RankedLayout | None:
-        """Evaluate a layout: time from its computations, memory from its row with approximate message positions.
+        """Evaluate a layout: time from its computations,
+        memory from its row with approximate message positions.
 
         Returns None if it does not fit.
         """
-        layout = self.cache.layout(with_choice(self.cache.config, choice), compute_schedule(self.cache, choice))
-        memory = tuple(layout.memory(rank, backend_of(self.hardware)) for rank in layout.unlike_ranks())
+        layout = self.cache.layout(
+            with_choice(self.cache.config, choice), compute_schedule(self.cache, choice)
+        )
+        memory = tuple(
+            layout.memory(rank, backend_of(self.hardware)) for rank in layout.unlike_ranks()
+        )
         if self._is_too_large(choice, max(each.total for each in memory)):
             return None
         return ranked_layout(self.cache, self.performance, choice, layout, memory)
@@ -236,7 +281,9 @@ class _Search:
         return needed > self.room
 
     def _drop(self, choice: Choice, waiting: list[_Estimate]) -> None:
-        """Drop a layout that does not fit, and add the skipped choices, which shard or recompute more."""
+        """Drop a layout that does not fit, and add the skipped choices,
+        which shard or recompute more.
+        """
         self.failed.add(choice)
         known = {each.choice for each in self.estimates}
         for each in self.skipped.pop(choice.shape, ()):
@@ -247,9 +294,11 @@ class _Search:
 
 
 def _postponed(estimates: Sequence[_Estimate]) -> list[_Estimate]:
-    """Return the estimates, with most near-duplicates moved back: they get the slowest time of their tie.
+    """Return the estimates, with most near-duplicates moved back:
+    they get the slowest time of their tie.
 
-    Of layouts of the same degrees that tie, the ``FASTEST`` and the ``SIMPLEST`` ones keep their place.
+    Of layouts of the same degrees that tie, the ``FASTEST`` and the ``SIMPLEST`` ones keep their
+    place.
     """
     by_degrees: dict[tuple[int, ...], list[_Estimate]] = defaultdict(list)
     for each in sorted(estimates):
@@ -267,8 +316,12 @@ def _postponed(estimates: Sequence[_Estimate]) -> list[_Estimate]:
 
 
 def _is_skipped(choice: Choice, fitting: Sequence[Choice]) -> bool:
-    """Check if a layout that shards or recomputes less, in equal groups, and so is never slower, fits."""
+    """Check if a layout that shards or recomputes less, in equal groups, and so is never slower,
+    fits.
+    """
     return any(
-        other.zero <= choice.zero and other.effort <= choice.effort and other.shard_factor == choice.shard_factor
+        other.zero <= choice.zero
+        and other.effort <= choice.effort
+        and other.shard_factor == choice.shard_factor
         for other in fitting
     )

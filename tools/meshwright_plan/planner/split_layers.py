@@ -13,7 +13,7 @@ from meshwright.mesh.fake import CountingGroup
 from meshwright.model.buffers import cast_parameters
 from meshwright.model.build import PlainModel
 from meshwright.optimizer import with_settings
-from meshwright.parameters import DTYPES
+from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.tensor_parallel import plan as sharding
 from meshwright_plan.planner.context import ContextMeter
 from meshwright_plan.planner.matrix_step import MatrixSize, sizes_of
@@ -24,14 +24,15 @@ class LocalParameter(NamedTuple):
 
     name: str
     """Name within the layer."""
-    num_elements: int
-    is_eight_bit: bool
-    """True if its optimizer state is held in 8-bit blocks."""
+    info: ParameterInfo
     trained: bool
     matrices: tuple[MatrixSize, ...] = ()
-    """Whole matrices that Muon steps."""
-    is_shared: bool = False
-    """True if it is a slice of experts that ranks share."""
+    """Matrices that are stepped as a whole."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in memory on this rank."""
+        return math.prod(self.info.local_shape)
 
 
 class SplitLayers(NamedTuple):
@@ -48,14 +49,23 @@ class SplitLayers(NamedTuple):
 
 
 def shard(
-    config: RunConfig, model: PlainModel, layers: nn.Sequential, tp: CountingGroup, ep: CountingGroup, *, sequence: bool
+    config: RunConfig,
+    model: PlainModel,
+    layers: nn.Sequential,
+    tp: CountingGroup,
+    ep: CountingGroup,
+    *,
+    sequence: bool,
 ) -> dict[str, list[LocalParameter]]:
-    """Shard layers on meta over tp and their experts over ep, in the training dtype, in place; return their parameters.
+    """Shard layers on meta over tp and their experts over ep, in the training dtype, in place;
+    return their parameters.
 
     Raises:
         UserError: the model cannot be sharded so.
     """
-    tied = [names for names in model.tied if all(n.partition(".")[0] in layers._modules for n in names)]
+    tied = [
+        names for names in model.tied if all(n.partition(".")[0] in layers._modules for n in names)
+    ]
     infos = sharding.apply(
         layers,
         plan=model.plan,
@@ -72,6 +82,6 @@ def shard(
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         layer, _, rest = name.partition(".")
         info = infos[name]
-        local = rest, math.prod(info.local_shape), info.is_eight_bit, parameter.requires_grad, sizes_of(info)
-        parameters.setdefault(layer, []).append(LocalParameter(*local, info.is_expert))
+        local = LocalParameter(rest, info, parameter.requires_grad, sizes_of(info))
+        parameters.setdefault(layer, []).append(local)
     return parameters

@@ -1,21 +1,16 @@
-"""Sweep: the best layout for each of several numbers of nodes and global batches, as a table and one picture."""
+"""Sweep: the best layout for each of several numbers of nodes and global batches, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.terminal.format import format_table
 from meshwright_plan.planner.explanation import duration
-from meshwright_plan.planner.figures import COLOURS
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.nearest import search_with_offload
 from meshwright_plan.planner.plan import RankedLayout, tokens_per_second
-from meshwright_plan.planner.ranking import error_share
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TOKENS = 1e12
 """Number of tokens whose cost is computed."""
@@ -39,9 +34,15 @@ class SweepPoint(NamedTuple):
         return self.devices * TOKENS / self.tokens_per_s / 3600
 
 
-def sweep(cache: ModelCache, hardware: Hardware, nodes: Sequence[int], batches: Sequence[int]) -> list[SweepPoint]:
+def sweep(
+    cache: ModelCache, hardware: Hardware, nodes: Sequence[int], batches: Sequence[int]
+) -> list[SweepPoint]:
     """Search the best layout for each combination, batches outermost."""
-    return [_point(_with_samples(cache, batch), hardware, number) for batch in batches for number in nodes]
+    return [
+        _point(_with_samples(cache, batch), hardware, number)
+        for batch in batches
+        for number in nodes
+    ]
 
 
 def _with_samples(cache: ModelCache, samples: int) -> ModelCache:
@@ -53,18 +54,27 @@ def _with_samples(cache: ModelCache, samples: int) -> ModelCache:
 
 
 def _point(cache: ModelCache, hardware: Hardware, nodes: int) -> SweepPoint:
-    found, batch = search_with_offload(cache, hardware, nodes, 1, settles=True), cache.config.batch.global_batch or 1
+    found, batch = (
+        search_with_offload(cache, hardware, nodes, 1, settles=True),
+        cache.config.batch.global_batch or 1,
+    )
     devices = nodes * hardware.devices_per_node
     if found.best:
-        return SweepPoint(devices, nodes, batch, found.best[0], tokens_per_second(found.best[0], cache))
+        return SweepPoint(
+            devices, nodes, batch, found.best[0], tokens_per_second(found.best[0], cache)
+        )
     rules = found.rejections_by_rule().most_common(1)
-    return SweepPoint(devices, nodes, batch, None, 0.0, rules[0][0] if rules else "no degrees divide the devices")
+    return SweepPoint(
+        devices, nodes, batch, None, 0.0, rules[0][0] if rules else "no degrees divide the devices"
+    )
 
 
 def sweep_table(points: Sequence[SweepPoint], device_hour: float | None, share: float) -> list[str]:
     """Format one line per point. ``share``: mean error of predicted times."""
     cost = "device-hours" if device_hour is None else "cost"
-    rows = [("nodes", "devices", "batch", "step", "MFU", "tokens/s", f"{cost} / 10^12 tokens", "layout")]
+    rows = [
+        ("nodes", "devices", "batch", "step", "MFU", "tokens/s", f"{cost} / 10^12 tokens", "layout")
+    ]
     for each in points:
         head = (f"{each.nodes:,}", f"{each.devices:,}", f"{each.global_batch:,}")
         if each.layout is None:
@@ -72,49 +82,10 @@ def sweep_table(points: Sequence[SweepPoint], device_hour: float | None, share: 
             continue
         seconds = each.layout.time.total
         price = each.device_hours * (device_hour or 1.0)
-        figures = (f"{duration(seconds)} ±{share:.1%}", f"{each.layout.mfu:.1%}", f"{each.tokens_per_s:,.0f}")
+        figures = (
+            f"{duration(seconds)} ±{share:.1%}",
+            f"{each.layout.mfu:.1%}",
+            f"{each.tokens_per_s:,.0f}",
+        )
         rows.append((*head, *figures, f"{price:,.0f}", str(each.layout.choice)))
     return format_table(rows, ">>>>>>><")
-
-
-def sweep_figure(points: Sequence[SweepPoint], hardware: Hardware, device_hour: float | None) -> Figure:
-    """Draw time, MFU and cost per 10^12 tokens against the number of devices, one line per global batch.
-
-    The bands of time and cost are the mean error of predicted times.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    drawn, share = Figure(figsize=(11, 3.6), layout="constrained"), error_share(hardware)
-    panels = drawn.subplots(1, 3)
-    unit = "device-hours" if device_hour is None else "cost"
-    names = ("time of a step", "MFU, %", f"{unit} per 10^12 tokens")
-    batches = sorted({each.global_batch for each in points})
-    for index, batch in enumerate(batches):
-        mine = [each for each in points if each.global_batch == batch and each.layout is not None]
-        x = [each.devices for each in mine]
-        colour = COLOURS[index % len(COLOURS)]
-        curves = (
-            [each.layout.time.total for each in mine if each.layout],
-            [100 * each.layout.mfu for each in mine if each.layout],
-            [each.device_hours * (device_hour or 1.0) for each in mine],
-        )
-        for axes, y in zip(panels, curves, strict=True):
-            axes.plot(x, y, marker="o", markersize=4, color=colour, label=f"batch {batch:,}")
-            low, high = [each * (1 - share) for each in y], [each * (1 + share) for each in y]
-            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    devices = sorted({each.devices for each in points})
-    for axes, name in zip(panels, names, strict=True):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(devices, [f"{number:,}" for number in devices])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("devices")
-        axes.set_title(name, fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yscale("log")
-    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
-    panels[0].yaxis.set_minor_formatter(FuncFormatter(lambda seconds, _: duration(seconds, 2)))
-    panels[1].set_ylim(bottom=0)
-    panels[2].set_ylim(bottom=0)
-    drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False, fontsize=9)
-    return drawn

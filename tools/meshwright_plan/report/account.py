@@ -1,13 +1,14 @@
-"""Accounting of a measured step: the time of each rank by cause, and the costs to simulate the same step.
+"""Accounting of a measured step: the time of each rank by cause,
+and the costs to simulate the same step.
 
     rank r    |data|--wait for F--|==F==|..|--wait for B--|===B===| REDUCE |--STEP---|
                         |                                                      |
                         (1) its sender sends                                   (2) the last rank arrives
                         before: waiting, after: communication                  before: waiting, after: the optimizer
 
-Waiting before (1) and (2) is the bubble: a step ends for all ranks together, since the optimizer begins with
-all-reduces over them. Waiting for other ranks of a tensor-parallel group, or for other replicas in a reduction, is not
-visible in the spans of one replica.
+Waiting before (1) and (2) is the bubble: a step ends for all ranks together, since the optimizer
+begins with all-reduces over them. Waiting for other ranks of a tensor-parallel group, or for other
+replicas in a reduction, is not visible in the spans of one replica.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from typing import NamedTuple
 from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Reading, Timeline, bubble_share, bubbles, simulate
 from meshwright.terminal.format import format_table
-from meshwright.watch.trace import LoadedTrace
 from meshwright_plan.picture.panel import Panel
+from meshwright_plan.report.trace_file import LoadedTrace
 
 
 class Account(NamedTuple):
-    """Time of one rank by cause, in the timeline's unit; all but ``rank`` sum to the step's time."""
+    """Time of one rank by cause, in the timeline's unit;
+    all but ``rank`` sum to the step's time.
+    """
 
     rank: int
     compute: float
     waiting: float
-    """Bubble: waits for a message that was not yet sent, or for the other ranks of an all-reduce."""
+    """Bubble: waits for a message that was not yet sent,
+    or for the other ranks of an all-reduce.
+    """
     communication: float
-    """Exposed communication: waits for a message that was already sent, and the posting of messages."""
+    """Exposed communication: waits for a message that was already sent,
+    and the posting of messages.
+    """
     reduce: float
     optimizer: float
     data: float
@@ -55,7 +62,9 @@ class TracedStep(NamedTuple):
     @property
     def bubble_percents(self) -> tuple[float, float]:
         """Bubble of total time of both, in percent."""
-        return 100 * bubble_share(self.measured.timeline), 100 * bubble_share(self.simulated.timeline)
+        return 100 * bubble_share(self.measured.timeline), 100 * bubble_share(
+            self.simulated.timeline
+        )
 
 
 PARTS = Account._fields[1:]
@@ -63,7 +72,9 @@ PARTS = Account._fields[1:]
 
 
 def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Account, ...]:
-    """Return the time of each rank by cause, from 0 (or an earlier first span) to the end of the last span."""
+    """Return the time of each rank by cause, from 0 (or an earlier first span)
+    to the end of the last span.
+    """
     begin = min(0.0, *(span.start for span in timeline.spans))
     total = max(span.end for span in timeline.spans) - begin
     sums: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in timeline.ranks}
@@ -92,7 +103,9 @@ _COLUMNS = {
 
 
 def without_early_steps(timeline: Timeline) -> Timeline:
-    """Shorten STEP spans to begin when the last rank arrives, for a picture: the time before is idle."""
+    """Shorten STEP spans to begin when the last rank arrives, for a picture:
+    the time before is idle.
+    """
     return timeline._replace(
         spans=tuple(
             span._replace(start=span.start + bubble) if span.action.kind is Kind.STEP else span
@@ -102,10 +115,13 @@ def without_early_steps(timeline: Timeline) -> Timeline:
 
 
 def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
-    """Return the median duration of each kind per stage without its bubble, as :func:`simulate` takes them.
+    """Return the median duration of each kind per stage without its bubble,
+    as :func:`simulate` takes them.
 
-    The time of a message is that from the start of its send to the end of its receive, if the receiver was already
-    waiting: the median over such messages of the sending stage; 0 without any. A rank's optimizer time is spread over
+    The time of a message is that from the start of its send to the end of its receive, if the
+    receiver was already
+    waiting: the median over such messages of the sending stage; 0 without any. A rank's optimizer
+        time is spread over
     its stages.
     """
     durations: dict[tuple[int | None, Kind], list[float]] = defaultdict(list)
@@ -138,26 +154,40 @@ def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
 
 
 def beside_simulation(traced: LoadedTrace) -> TracedStep:
-    """Return a traced step beside the simulation of its schedule with its own costs, both named for a picture."""
+    """Return a traced step beside the simulation of its schedule with its own costs,
+    both named for a picture.
+    """
     trace, schedule, timeline, readings = traced
-    measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
-    simulated = simulate(schedule, measured_costs(schedule, timeline))._replace(name=f"simulated: {timeline.name}")
+    measured = without_early_steps(timeline)._replace(
+        name=f"measured, step {trace.step}: {timeline.name}"
+    )
+    simulated = simulate(schedule, measured_costs(schedule, timeline))._replace(
+        name=f"simulated: {timeline.name}"
+    )
     return TracedStep(Panel(measured, readings=readings), Panel(simulated))
 
 
 def table(accounts: Sequence[Account], size: float, unit: str) -> str:
-    """Format a table: a line per rank, the mean, and the shares. ``unit`` is ``size`` units of the timeline."""
+    """Format a table: a line per rank, the mean, and the shares.
+    ``unit`` is ``size`` units of the timeline.
+    """
     rows: list[tuple[str, ...]] = [("rank", *PARTS, "total")]
     mean = mean_account(accounts)
-    for name, each in zip([*(str(each.rank) for each in accounts), "mean"], [*accounts, mean], strict=True):
+    for name, each in zip(
+        [*(str(each.rank) for each in accounts), "mean"], [*accounts, mean], strict=True
+    ):
         rows.append((name, *(f"{value / size:.2f}" for value in (*each[1:], each.total))))
     rows.append(("share", *(f"{value / mean.total:.1%}" for value in (*mean[1:], mean.total))))
-    return "\n".join([f"where the time of the step went, in {unit}", *format_table(rows, ">" * len(rows[0]))])
+    return "\n".join(
+        [f"where the time of the step went, in {unit}", *format_table(rows, ">" * len(rows[0]))]
+    )
 
 
 def mean_account(accounts: Sequence[Account]) -> Account:
     """Return the mean over the ranks, with rank -1."""
-    return Account(-1, *(sum(column) / len(accounts) for column in list(zip(*accounts, strict=True))[1:]))
+    return Account(
+        -1, *(sum(column) / len(accounts) for column in list(zip(*accounts, strict=True))[1:])
+    )
 
 
 def _median(values: Sequence[float]) -> float:

@@ -15,7 +15,9 @@ from meshwright.system.bounded import (
 from meshwright.terminal.format import format_gib
 
 MAX_SAVED_AT_S = 2**37
-"""Upper limit of the time of saving, as in checkpoint/manifest.py; ``time.localtime`` accepts all times below it."""
+"""Upper limit of the time of saving, as in checkpoint/manifest.py;
+``time.localtime`` accepts all times below it.
+"""
 
 
 class CheckpointInfo(NamedTuple):
@@ -33,7 +35,13 @@ class CheckpointInfo(NamedTuple):
 
     def cells(self, clock: Callable[[float], str]) -> tuple[str, ...]:
         """Return the cells of its row on the page. ``clock``: text of a time."""
-        return f"{self.step:,}", clock(self.at_s), self.layout, f"{self.samples_seen:,}", format_gib(self.size)
+        return (
+            f"{self.step:,}",
+            clock(self.at_s),
+            self.layout,
+            f"{self.samples_seen:,}",
+            format_gib(self.size),
+        )
 
 
 def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInfo, ...]:
@@ -43,13 +51,18 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
         manifest = path / "manifest.json"
         try:
             tree = parse_json(read_bytes(manifest, MAX_MANIFEST_BYTES))
-            shapes = [each["shape"] for name, each in tree["tensors"].items() if name.startswith("weights/")]
+            shapes = [
+                each["shape"]
+                for name, each in tree["tensors"].items()
+                if name.startswith("weights/")
+            ]
             parallel = tree["config"]["parallel"]
             saved = CheckpointInfo(
                 int(tree["step"]),
                 int(tree["samples_seen"]),
                 " ".join(
-                    f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
+                    f"{axis}{parallel[axis]}"
+                    for axis in ("pp", "dp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
                 ),
                 sum(int(file["size"]) for file in tree["files"].values()),
                 sum(math.prod(shape) for shape in shapes),
@@ -59,7 +72,8 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
             remarks.append(f"{path} has no manifest.json: it is ignored")
         except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
             remarks.append(
-                f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` lists the damage"
+                f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify`"
+                " lists the damage"
             )
         else:
             found.append(saved)
@@ -70,7 +84,9 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
 
 
 def _saved_at_s(tree: dict[str, Any], manifest: Path) -> float:
-    """Return the time in the manifest; older manifests have none: then the file's mtime, which a copy may change."""
+    """Return the time in the manifest; older manifests have none: then the file's mtime,
+    which a copy may change.
+    """
     saved_at_s = tree.get("saved_at_s")
     if saved_at_s is None:
         return manifest.stat().st_mtime

@@ -1,4 +1,6 @@
-"""Plot of a run: the loss curve, and small panels of learning rate, gradient norm and throughput."""
+"""Plot of a run: the loss curve, and small panels of learning rate,
+gradient norm and throughput.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ SMOOTHED_FROM = 150
 
 
 def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = None) -> None:
-    """Draw training and validation loss, with learning rate, gradient norm and tokens/s below, as a 1200 x 800 PNG.
+    """Draw training and validation loss, with learning rate, gradient norm and tokens/s below,
+    as a 1200 x 800 PNG.
 
     NaN/Inf values leave a gap.
 
     Args:
         metrics_jsonl: The metrics of a run.
         png: The picture to write.
-        unigram_entropy: Unigram baseline in nats per token, the loss of a model that only uses token frequencies.
+        unigram_entropy: Unigram baseline in nats per token, the loss of a model that only uses
+            token frequencies.
 
     Raises:
         UserError: matplotlib is missing, or ``png`` cannot be written.
@@ -47,7 +51,10 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
 
     records = list(read_records(metrics_jsonl))
     if not records:
-        raise DataError("MW-TRACKING-005", f"{metrics_jsonl}: no records yet. Draw it when the run has made a step.")
+        raise DataError(
+            "MW-TRACKING-005",
+            f"{metrics_jsonl}: no records yet. Draw it when the run has made a step.",
+        )
 
     figure = Figure(figsize=(12, 8), dpi=100, facecolor="white", layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr, call-arg]
@@ -66,7 +73,9 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
 
 
 def loss_unit(records: Sequence[StepRecord]) -> str:
-    """Return the unit of the loss: nats if a validation has a perplexity, as for a cross-entropy over tokens."""
+    """Return the unit of the loss: nats if a validation has a perplexity,
+    as for a cross-entropy over tokens.
+    """
     has_perplexity = any(record.validation_perplexity is not None for record in records)
     return "nats per token" if has_perplexity else "mean over the labels"
 
@@ -77,9 +86,11 @@ def smoothing_reach(values: Sequence[object]) -> int:
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Return the centred mean of the finite values at most ``reach`` positions away; NaN where there are none.
+    """Return the centred mean of the finite values at most ``reach`` positions away;
+    NaN where there are none.
 
-    The window is symmetric, so that a falling curve is not delayed. Near an end it shrinks to the positions left there.
+    The window is symmetric, so that a falling curve is not delayed. Near an end it shrinks to the
+    positions left there.
     """
     total, count = [0.0], [0]
     for value in values:
@@ -99,7 +110,14 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
     steps = [r.step for r in records]
     losses = _drawable([r.loss for r in records])
     is_long = len(records) >= SMOOTHED_FROM
-    axes.plot(steps, losses, color=BLUE, lw=1.0 if is_long else 1.8, alpha=0.3 if is_long else 1, label="training")
+    axes.plot(
+        steps,
+        losses,
+        color=BLUE,
+        lw=1.0 if is_long else 1.8,
+        alpha=0.3 if is_long else 1,
+        label="training",
+    )
     if is_long:
         reach = smoothing_reach(records)
         label = f"training, mean of {2 * reach + 1} steps"
@@ -108,7 +126,9 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
     if validated:
         at, values = zip(*validated, strict=True)
         label = f"validation (last {_in_nats(values[-1])})"
-        axes.plot(at, _drawable(values), color=ORANGE, marker="o", ms=6, lw=1.4, label=label, zorder=3)
+        axes.plot(
+            at, _drawable(values), color=ORANGE, marker="o", ms=6, lw=1.4, label=label, zorder=3
+        )
     if unigram_entropy is not None:
         label = f"unigram baseline ({_in_nats(unigram_entropy)})"
         axes.axhline(unigram_entropy, color=GREY, ls=(0, (5, 4)), lw=1.4, label=label)
@@ -119,7 +139,9 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
     _style_axes(axes, labels=11)
 
 
-def _small_panel(axes: Axes, records: Sequence[StepRecord], values: Sequence[float], title: str, colour: str) -> None:
+def _small_panel(
+    axes: Axes, records: Sequence[StepRecord], values: Sequence[float], title: str, colour: str
+) -> None:
     axes.plot([r.step for r in records], _drawable(values), color=colour, lw=1.3)
     axes.set_ylabel(title, color=INK, fontsize=10)
     axes.set_xlabel("step", color=INK, fontsize=10)

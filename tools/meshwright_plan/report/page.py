@@ -19,25 +19,34 @@ from meshwright.schedule.analysis import Costs, timeline_of
 from meshwright.schedule.drawing import text
 from meshwright.schedule.load import draw_schedule, num_forwards
 from meshwright.terminal.format import format_duration, format_gib
-from meshwright_plan.page.chart import SIDE
 from meshwright_plan.page.placement import placement_cards
 from meshwright_plan.page.render import render, svg_of
 from meshwright_plan.picture.axis import unit_of_seconds
 from meshwright_plan.picture.figure import figure
 from meshwright_plan.picture.panel import Panel, Unit
 from meshwright_plan.report.account import PARTS, account, beside_simulation, mean_account
-from meshwright_plan.report.curves import axes_of, comparison_charts, final_figures, layout_of, of_run
+from meshwright_plan.report.curves import (
+    axes_of,
+    comparison_charts,
+    final_figures,
+    layout_of,
+    of_run,
+)
 from meshwright_plan.report.experts import heat_maps
 from meshwright_plan.report.run import Attempt, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MAX_DRAWN = 2000
-"""Maximum number of actions in a picture. With more, the boxes would be hair-thin: the schedule is shown as text."""
+"""Maximum number of actions in a picture. With more, the boxes would be hair-thin:
+the schedule is shown as text.
+"""
 MAX_SIMULATED = 2**17
 """Maximum number of forwards of a schedule that is simulated for the page."""
 MAX_STRAGGLERS = 8
 MAX_ROWS = 60
-"""Maximum number of rows of the tables of attempts and checkpoints; rows in the middle are left out."""
+"""Maximum number of rows of the tables of attempts and checkpoints;
+rows in the middle are left out.
+"""
 
 
 class SchedulePicture(NamedTuple):
@@ -72,11 +81,14 @@ def page(runs: Sequence[RunContents]) -> str:
     names, figures = names_of(runs), [final_figures(run) for run in runs]
     return render(
         TEMPLATE,
-        title=f"meshwright: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else ""),
+        title=f"meshwright: {', '.join(names[:4])}"
+        + (f" and {len(names) - 4} more" if names[4:] else ""),
         at=clock(time.time()),
-        side=SIDE,
         axes=json.dumps([axes_of(run) for run in runs]),
-        runs=[view(run, name, index) for index, (run, name) in enumerate(zip(runs, names, strict=True))],
+        runs=[
+            view(run, name, index)
+            for index, (run, name) in enumerate(zip(runs, names, strict=True))
+        ],
         names=names,
         together=comparison_charts(runs, names) if runs[1:] else [],
         final=[(name, *(each[name] for each in figures)) for name in figures[0]],
@@ -85,15 +97,23 @@ def page(runs: Sequence[RunContents]) -> str:
 
 
 def names_of(runs: Sequence[RunContents]) -> list[str]:
-    """Return a name for each run: its directory's name, or the full path if two runs share a name."""
+    """Return a name for each run: its directory's name,
+    or the full path if two runs share a name.
+    """
     names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.directory) for run, name in zip(runs, names, strict=True)]
+    return [
+        name if names.count(name) == 1 else str(run.directory)
+        for run, name in zip(runs, names, strict=True)
+    ]
 
 
 def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
     """Return the template's values for one run; ``index``: its place on the page."""
     before = (*run.attempts[:1], *run.attempts)
-    attempts = [attempt_row(attempt, last.layout) for attempt, last in zip(run.attempts, before, strict=False)]
+    attempts = [
+        attempt_row(attempt, last.layout)
+        for attempt, last in zip(run.attempts, before, strict=False)
+    ]
     has_jobs = any("slurm_job" in attempt.start for attempt in run.attempts)
     return {
         "name": name,
@@ -133,10 +153,15 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
         yield "validation loss", figures["validation loss, last"]
         yield "tokens", figures["tokens"]
         if run.present:
-            speed = f"{figures['tokens/s, median']} tokens/s, {figures['seconds a step, median']} s a step"
+            speed = (
+                f"{figures['tokens/s, median']} tokens/s, {figures['seconds a step, median']} s a"
+                " step"
+            )
             yield "throughput", speed
         for name, key in (("MFU, full attention", "mfu"), ("MFU, causal half", "mfu_causal")):
-            if shares := sorted(share for record in run.present if (share := getattr(record, key)) is not None):
+            if shares := sorted(
+                share for record in run.present if (share := getattr(record, key)) is not None
+            ):
                 yield name, f"{shares[len(shares) // 2]:.1%}, median"
         if run.present:
             yield "memory", f"{figures['memory at the peak']}, at the peak"
@@ -152,7 +177,7 @@ def memory_of(run: RunContents) -> Memory | None:
     """
     if run.peaks is None:
         return None
-    peaks, grid = run.peaks.peaks, Grid(*run.peaks.grid)
+    peaks, grid = run.peaks.peaks, Grid.of(run.peaks.grid)
     most, places = max(peaks, default=0) or 1, [grid.coordinates(rank) for rank in range(grid.size)]
     located, stages = list(zip(peaks, places, strict=True)), []
     for pp_rank in range(grid.pp):
@@ -160,8 +185,14 @@ def memory_of(run: RunContents) -> Memory | None:
         low, high = format_gib(min(own)), format_gib(max(own))
         stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
     of = attrgetter(*(f"{axis}_rank" for axis in grid.axes))
-    rows = [(str(rank), *map(str, of(at)), format_gib(peak)) for rank, (peak, at) in enumerate(located)]
-    kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
+    rows = [
+        (str(rank), *map(str, of(at)), format_gib(peak)) for rank, (peak, at) in enumerate(located)
+    ]
+    kind = (
+        "allocated by torch"
+        if run.peaks.device == "cuda"
+        else "the whole process, libraries included"
+    )
     caption = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
     return Memory(caption, tuple(stages), grid.axes, shortened(rows))
 
@@ -175,45 +206,68 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
         trace, step = run.trace.trace, beside_simulation(run.trace)
         measured, simulated = step.bubble_percents
         caption = (
-            f"Step {trace.step} as it was, above the same schedule simulated with the measured medians of each kind "
-            f"and stage. Bubble of total time: measured {measured:.1f} %, simulated {simulated:.1f} %."
+            f"Step {trace.step} as it was, above the same schedule simulated with the measured"
+            f" medians of each kind and stage. Bubble of total time: measured {measured:.1f} %,"
+            f" simulated {simulated:.1f} %."
         )
         if run.traced_on:
             caption += f" The layout was {run.traced_on} then."
         if trace.clock_error_s:
-            caption += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
+            caption += (
+                f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
+            )
         return draw_panels("measured and simulated", step, caption)
-    if run.resolved is None or ":" in run.resolved.pipeline.schedule:  # code that the run names is not imported
+    # code that the run names is not imported
+    config = run.resolved
+    if config is None or ":" in config.pipeline.schedule:
         return None
-    if num_forwards(run.resolved) > MAX_SIMULATED:
+    if num_forwards(config.pipeline, config.parallel.pp, config.batch.chunks) > MAX_SIMULATED:
         return None
     try:
-        schedule = draw_schedule(resolve(run.resolved))
+        config = resolve(config)
+        schedule = draw_schedule(config.pipeline, config.parallel.pp, config.batch.chunks)
     except UserError:
         return None
     if schedule.pp == 1:
         return None
-    caption = "No step was traced (tracking.trace_step), so this is the plan, with a backward as long as two forwards."
-    return draw_panels("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], caption, Unit.TICKS)
+    caption = (
+        "No step was traced (tracking.trace_step), so this is the plan, with a backward as long as"
+        " two forwards."
+    )
+    return draw_panels(
+        "simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], caption, Unit.TICKS
+    )
 
 
-def draw_panels(title: str, panels: Sequence[Panel], caption: str, unit: Unit = Unit.SECONDS) -> SchedulePicture:
-    """Draw panels as a picture, or as text if they have too many actions or matplotlib is missing."""
+def draw_panels(
+    title: str, panels: Sequence[Panel], caption: str, unit: Unit = Unit.SECONDS
+) -> SchedulePicture:
+    """Draw panels as a picture, or as text if they have too many actions
+    or matplotlib is missing.
+    """
     if sum(len(panel.timeline.spans) for panel in panels) <= MAX_DRAWN:
         try:
-            return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", caption)
+            return SchedulePicture(
+                title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", caption
+            )
         except UserError as error:
             caption = f"{caption} {error.message}."
-    return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline) for panel in panels), caption)
+    return SchedulePicture(
+        title, Markup(""), "\n\n".join(text(panel.timeline) for panel in panels), caption
+    )
 
 
 def time_rows(run: RunContents) -> list[TimeRow]:
-    """Split the traced step's time into parts, for each pipeline rank of the first replica and their mean."""
+    """Split the traced step's time into parts,
+    for each pipeline rank of the first replica and their mean.
+    """
     if run.trace is None:
         return []
     accounts = account(run.trace.timeline, run.trace.readings)
     size, unit = unit_of_seconds(accounts[0].total)
-    rows = {str(each.rank): each for each in accounts} | ({"mean": mean_account(accounts)} if accounts[1:] else {})
+    rows = {str(each.rank): each for each in accounts} | (
+        {"mean": mean_account(accounts)} if accounts[1:] else {}
+    )
     return [
         TimeRow(
             name,
@@ -236,21 +290,32 @@ def time_totals(run: RunContents) -> Iterator[tuple[str, str]]:
     if lost:
         lost_s = sum(record.step_s for record in lost)
         share = lost_s / (kept_s + lost_s)
-        yield "steps repeated after a restart", f"{len(lost):,}, {format_duration(lost_s)}: {share:.1%} of the time"
+        yield (
+            "steps repeated after a restart",
+            f"{len(lost):,}, {format_duration(lost_s)}: {share:.1%} of the time",
+        )
     skipped = sum(record.skipped for record in run.records)
     if skipped:
         yield "steps skipped for NaN/Inf", f"{skipped:,}"
     data_s = sum(record.data_s for record in run.records)
     yield "waiting for data", f"{format_duration(data_s)}, {data_s / kept_s:.1%} of it"
-    bubbles = [(r.bubble_share * r.step_s, r.step_s) for r in run.records if r.bubble_share is not None]
+    bubbles = [
+        (r.bubble_share * r.step_s, r.step_s) for r in run.records if r.bubble_share is not None
+    ]
     if bubbles:
         yield (
             "pipeline bubble",
-            f"{sum(idle for idle, _ in bubbles) / sum(all_s for _, all_s in bubbles):.1%} of forward and backward",
+            (
+                f"{sum(idle for idle, _ in bubbles) / sum(all_s for _, all_s in bubbles):.1%} of"
+                " forward and backward"
+            ),
         )
     saves = [record.save_s for record in run.records if record.save_s is not None]
     if saves:
-        yield "writing checkpoints, behind the steps", f"{len(saves)} seen, {max(saves):.3g} s the longest"
+        yield (
+            "writing checkpoints, behind the steps",
+            f"{len(saves)} seen, {max(saves):.3g} s the longest",
+        )
 
 
 def stragglers(run: RunContents) -> list[tuple[str, str, str]]:
@@ -264,13 +329,16 @@ def stragglers(run: RunContents) -> list[tuple[str, str, str]]:
 
 
 def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
-    """Return a table row: number, time, layout, host, first step, steps kept, steps lost, Slurm job.
+    """Return a table row: number, time, layout, host, first step, steps kept, steps lost,
+    Slurm job.
 
     ``before``: the layout of the previous start.
     """
     start, kept, lost = attempt.start, attempt.kept, attempt.repeated
     nodes = start.get("nodes")
-    where = f"{start.get('host', '?')}" + (f" and {nodes - 1} more" if isinstance(nodes, int) and nodes > 1 else "")
+    where = f"{start.get('host', '?')}" + (
+        f" and {nodes - 1} more" if isinstance(nodes, int) and nodes > 1 else ""
+    )
     return (
         str(attempt.number + 1),
         str(start.get("at", "?"))[:19],
@@ -292,18 +360,24 @@ def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def config_text(run: RunContents) -> str:
-    """Return the resolved configuration as a file for `meshwright train`; as JSON if this version cannot parse it."""
+    """Return the resolved configuration as a file for `meshwright train`;
+    as JSON if this version cannot parse it.
+    """
     config: RunConfig | None = run.resolved
     return to_toml(config) if config is not None else json.dumps(run.config, indent=2)
 
 
 def differences(runs: Sequence[RunContents]) -> list[tuple[str, ...]]:
-    """List configuration keys whose values differ between runs, except the run's name and directory."""
+    """List configuration keys whose values differ between runs,
+    except the run's name and directory.
+    """
     configs = [dict(flatten(run.config)) for run in runs]
     keys = list(dict.fromkeys(key for each in configs for key in each))
     rows = []
     for key in keys:
-        values = [json.dumps(each[key], ensure_ascii=False) if key in each else "–" for each in configs]
+        values = [
+            json.dumps(each[key], ensure_ascii=False) if key in each else "–" for each in configs
+        ]
         if len(set(values)) > 1 and key not in ("run.name", "run.directory"):
             rows.append((key, *values))
     return rows

@@ -1,7 +1,8 @@
-"""Contents of a run directory, read once. The run may be live, have a torn last line, or have taken no step.
+"""Contents of a run directory, read once. The run may be live, have a torn last line,
+or have taken no step.
 
-Nothing here needs torch, and nothing is written. An unreadable file becomes a remark, not an error: the page is most
-needed when something is wrong.
+Nothing here needs torch, and nothing is written. An unreadable file becomes a remark, not an error:
+the page is most needed when something is wrong.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.config import RunConfig, parse
+from meshwright.config import Data, RunConfig, parse
 from meshwright.data import fingerprint
 from meshwright.errors import ConfigError, DataError, UserError
 from meshwright.mesh.grid import Grid
@@ -44,9 +45,9 @@ from meshwright.system.bounded import (
 )
 from meshwright.tracking.record import MAX_COUNT, StepRecord, from_json
 from meshwright.watch.hang.status import read_status, run_state
-from meshwright.watch.trace import LoadedTrace, newest
-from meshwright.watch.trace import read as read_trace
 from meshwright_plan.report.checkpoints import CheckpointInfo, read_checkpoints
+from meshwright_plan.report.trace_file import LoadedTrace, newest
+from meshwright_plan.report.trace_file import read as read_trace
 
 MAX_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB
@@ -108,7 +109,9 @@ class RunContents:
     hang: str
     """Report of the last hang; "" if there is none."""
     peaks: Peaks | None
-    """Peak memory of each rank; None also if they were gathered on another layout than the present one."""
+    """Peak memory of each rank; None also if they were gathered on another layout
+    than the present one.
+    """
     unigram_entropy: float | None
     """Unigram baseline of the validation text, in nats per token."""
     remarks: tuple[str, ...]
@@ -121,7 +124,9 @@ class RunContents:
 
     @property
     def present(self) -> tuple[StepRecord, ...]:
-        """Records of the steps taken on the present layout: those of the last starts, as long as they agree on it."""
+        """Records of the steps taken on the present layout: those of the last starts,
+        as long as they agree on it.
+        """
         starts = takewhile(lambda attempt: attempt.layout == self.layout, reversed(self.attempts))
         numbers = {attempt.number for attempt in starts}
         return tuple(record for record in self.records if record.restarts in numbers)
@@ -151,7 +156,10 @@ def read_run(place: Path) -> RunContents:
     remarks: list[str] = []
     config, resolved = _config(directory, remarks)
     in_order = _records(directory / METRICS, remarks)
-    repeated = {(record.restarts, record.step): record for record in _records(directory / METRICS_AGAIN, remarks)}
+    repeated = {
+        (record.restarts, record.step): record
+        for record in _records(directory / METRICS_AGAIN, remarks)
+    }
     kept: dict[int, StepRecord] = {}
     for record in in_order:
         before = kept.get(record.step)
@@ -178,7 +186,7 @@ def read_run(place: Path) -> RunContents:
         nodes=nodes,
         hang=_text(directory / "hang" / "report.txt"),
         peaks=_peaks(directory, attempts, remarks),
-        unigram_entropy=_unigrams(resolved),
+        unigram_entropy=None if resolved is None else _unigrams(resolved.data),
         remarks=tuple(remarks[:MAX_REMARKS]),
     )
 
@@ -203,7 +211,9 @@ def _config(directory: Path, remarks: list[str]) -> tuple[dict[str, Any], RunCon
 
 
 def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
-    """Read step records in file order. Lines that are no record are left out, each with a remark."""
+    """Read step records in file order. Lines that are no record are left out,
+    each with a remark.
+    """
     if not path.exists():
         return []
     records: list[StepRecord] = []
@@ -221,7 +231,11 @@ def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
     except ValueError as error:
         remarks.append(f"{path}: {error}; it and the lines after it are left out")
     for line_number in damaged:
-        end = ", the last: it was being written, or its writer was killed" if line_number == number else ""
+        end = (
+            ", the last: it was being written, or its writer was killed"
+            if line_number == number
+            else ""
+        )
         remarks.append(f"{path}:{line_number} is no whole record{end}; it is left out")
     return records
 
@@ -277,7 +291,9 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
 
 
 def _peaks(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> Peaks | None:
-    """Read the peaks; leave out those of another layout than the last start's, until its own are gathered."""
+    """Read the peaks; leave out those of another layout than the last start's,
+    until its own are gathered.
+    """
     try:
         peaks = read_peaks(directory)
     except DataError as error:
@@ -285,14 +301,19 @@ def _peaks(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> 
         return None
     if peaks is None or not attempts or "layout" not in attempts[-1].start:
         return peaks
-    return peaks if Grid(*peaks.grid).layout == attempts[-1].layout else None
+    return peaks if Grid.of(peaks.grid).layout == attempts[-1].layout else None
 
 
-def _nodes(attempts: Sequence[Attempt], config: dict[str, Any]) -> tuple[Grid | None, tuple[str, ...]]:
-    """Return the last start's grid, and the node of each of its ranks; (None, ()) if they are not recorded."""
+def _nodes(
+    attempts: Sequence[Attempt], config: dict[str, Any]
+) -> tuple[Grid | None, tuple[str, ...]]:
+    """Return the last start's grid, and the node of each of its ranks; (None, ())
+    if they are not recorded.
+    """
     start = attempts[-1].start if attempts else {}
     degrees = {
-        axis: int(degree) for axis, degree in re.findall(r"\b(pp|dp|cp|tp)(\d{1,7})\b", str(start.get("layout")))
+        axis: int(degree)
+        for axis, degree in re.findall(r"\b(pp|dp|cp|tp)(\d{1,7})\b", str(start.get("layout")))
     }
     pieces = start.get("ranks_on")
     if not degrees or not isinstance(pieces, list) or math.prod(degrees.values()) > MAX_DEVICES:
@@ -309,13 +330,13 @@ def _nodes(attempts: Sequence[Attempt], config: dict[str, Any]) -> tuple[Grid | 
         return None, ()
     ep = config.get("parallel", {}).get("ep", 1)
     fits = type(ep) is int and ep > 0 and (grid.num_replicas * grid.tp) % ep == 0
-    return grid._replace(ep=ep if fits else 1), tuple(nodes)
+    return replace(grid, ep=ep if fits else 1), tuple(nodes)
 
 
-def _unigrams(config: RunConfig | None) -> float | None:
-    if config is None or config.data.builder is not None or config.data.task != "causal":
+def _unigrams(data: Data) -> float | None:
+    if data.builder is not None or data.task != "causal":
         return None
-    where = config.data.validation or config.data.train
+    where = data.validation or data.train
     if not isinstance(where, str):  # several corpora have no frequencies in common
         return None
     corpus = Path(where)

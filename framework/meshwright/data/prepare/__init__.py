@@ -1,4 +1,5 @@
-"""Commands of `meshwright data`: preparation of text as a Megatron ``.bin/.idx`` pair, and a view of its samples.
+"""Commands of `meshwright data`: preparation of text as a Megatron ``.bin/.idx`` pair,
+and a view of its samples.
 
 Preparation is parallel and resumable, and publishes a complete corpus or none.
 """

@@ -1,4 +1,6 @@
-"""Encoding of a block by a worker: records -> tokens, lengths and errors, as arrays that are sent through a pipe."""
+"""Encoding of a block by a worker: records -> tokens, lengths and errors,
+as arrays that are sent through a pipe.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from tokenizers import Tokenizer
 
 from meshwright.data.prepare.input_files import FileForm, InputFile
 from meshwright.data.prepare.readers import RecordBlock, lines_of, lines_of_range, text_of
-from meshwright.data.prepare.records import Broken, DocumentPiece, Form, decoded, pieces_of, values_of_line
+from meshwright.data.prepare.records import (
+    Broken,
+    DocumentPiece,
+    Form,
+    decoded,
+    pieces_of,
+    values_of_line,
+)
 from meshwright.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
@@ -63,7 +72,9 @@ class Encoder:
     """Id of the token before each document; None: none."""
 
     def __post_init__(self) -> None:
-        """Disable truncation and padding, and encode special tokens in the text as ordinary characters."""
+        """Disable truncation and padding, and encode special tokens in the text
+        as ordinary characters.
+        """
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
@@ -76,7 +87,9 @@ class Encoder:
         counts: list[NDArray[np.uint8]] = []
         lengths = np.zeros(len(records), dtype=np.int64)
         text_bytes = 0
-        documents = self._encode([record.pieces for record in records], self.files[block.first.file].path)
+        documents = self._encode(
+            [record.pieces for record in records], self.files[block.first.file].path
+        )
         for number, (record, ids) in enumerate(zip(records, documents, strict=True)):
             if not record.pieces:
                 continue
@@ -85,8 +98,8 @@ class Encoder:
             if len(tokens) > _MAX_TOKENS:
                 raise DataError(
                     "MW-DATA-038",
-                    f"{self.files[block.first.file].path}: a document of {len(tokens):,} tokens is more than the index "
-                    f"of a corpus can count ({_MAX_TOKENS:,}): cut it",
+                    f"{self.files[block.first.file].path}: a document of {len(tokens):,} tokens is"
+                    f" more than the index of a corpus can count ({_MAX_TOKENS:,}): cut it",
                 )
             lengths[number] = len(tokens)
             arrays.append(tokens)
@@ -95,10 +108,20 @@ class Encoder:
         return EncodedBlock(
             np.concatenate(arrays) if arrays else np.zeros(0, dtype=self.dtype),
             lengths,
-            None if not self.form.has_mask else np.concatenate(counts) if counts else np.zeros(0, dtype=np.uint8),
+            (
+                None
+                if not self.form.has_mask
+                else np.concatenate(counts)
+                if counts
+                else np.zeros(0, dtype=np.uint8)
+            ),
             np.array([record.line for record in records], dtype=np.int64),
             num_lines,
-            [(number, record.problem) for number, record in enumerate(records) if record.problem is not None],
+            [
+                (number, record.problem)
+                for number, record in enumerate(records)
+                if record.problem is not None
+            ],
             text_bytes,
             digest.digest(),
         )
@@ -121,8 +144,12 @@ class Encoder:
         flags, lengths = zip(*runs, strict=True)
         return tokens, np.repeat(np.array(flags, dtype=np.uint8), lengths)
 
-    def _encode(self, documents: list[list[DocumentPiece]], file: Path) -> Iterator[list[list[int]]]:
-        """Yield the ids of each piece of each document; texts are encoded in batches. ``file``: for the error."""
+    def _encode(
+        self, documents: list[list[DocumentPiece]], file: Path
+    ) -> Iterator[list[list[int]]]:
+        """Yield the ids of each piece of each document; texts are encoded in batches. ``file``:
+        for the error.
+        """
         for start in range(0, len(documents), _TEXTS_PER_BATCH):
             batch = documents[start : start + _TEXTS_PER_BATCH]
             texts = [piece.text for pieces in batch for piece in pieces]
@@ -131,42 +158,56 @@ class Encoder:
             except Exception as error:  # the library raises a bare Exception
                 raise DataError(
                     "MW-DATA-122",
-                    f"{file}: the tokenizer cannot encode a text ({error}): give it an unknown token, or name another",
+                    f"{file}: the tokenizer cannot encode a text ({error}): give it an unknown"
+                    " token, or name another",
                 ) from error
             for pieces in batch:
                 yield [next(encodings).ids for _ in pieces]
 
     def _read(self, block: RecordBlock, digest: Any) -> tuple[list[_ParsedRecord], int]:
-        """Return the parsed records of a block and its number of lines, rows or files; update the digest."""
+        """Return the parsed records of a block and its number of lines, rows or files;
+        update the digest.
+        """
         file = self.files[block.first.file]
         if file.kind is FileForm.TEXT:
             files = self.files[block.first.file : block.after.file]
-            return [self._text(number, each, digest) for number, each in enumerate(files)], len(files)
+            return [self._text(number, each, digest) for number, each in enumerate(files)], len(
+                files
+            )
         if file.kind is FileForm.ROWS:
             digest.update(repr(block.content).encode(errors="backslashreplace"))
-            return [self._parse(number, row, tuple) for number, row in enumerate(block.content)], len(block.content)
+            return [
+                self._parse(number, row, tuple) for number, row in enumerate(block.content)
+            ], len(block.content)
         try:
-            lines = (
-                lines_of(block.content)
-                if block.content is not None
-                else lines_of_range(file.path, block.first.position, block.after.position)
-            )
+            if block.content is not None:
+                lines = lines_of(block.content)
+            else:
+                lines = lines_of_range(file.path, block.first.position, block.after.position)
         except OSError as error:
-            raise DataError("MW-DATA-039", f"cannot read {file.path}: {error.strerror or error}") from error
+            raise DataError(
+                "MW-DATA-039", f"cannot read {file.path}: {error.strerror or error}"
+            ) from error
         if lines and block.first.position == 0:
             lines[0] = lines[0].removeprefix(_BOM)
         for line in lines:
             digest.update(line + b"\n")
         parse = partial(values_of_line, columns=self.columns)
-        return [self._parse(number, line, parse) for number, line in enumerate(lines) if line.strip()], len(lines)
+        return [
+            self._parse(number, line, parse) for number, line in enumerate(lines) if line.strip()
+        ], len(lines)
 
     def _text(self, number: int, file: InputFile, digest: Any) -> _ParsedRecord:
         raw = text_of(file)
         digest.update(sha256(raw).digest())
         return self._parse(number, raw.removeprefix(_BOM), lambda raw: (decoded(raw),))
 
-    def _parse(self, number: int, raw: Any, values_of: Callable[[Any], tuple[Any, ...]]) -> _ParsedRecord:
-        """Parse a record; ``values_of`` returns its columns. A broken record has a problem and no pieces."""
+    def _parse(
+        self, number: int, raw: Any, values_of: Callable[[Any], tuple[Any, ...]]
+    ) -> _ParsedRecord:
+        """Parse a record; ``values_of`` returns its columns.
+        A broken record has a problem and no pieces.
+        """
         try:
             return _ParsedRecord(number, pieces_of(self.form, values_of(raw), self.columns), None)
         except Broken as problem:

@@ -1,4 +1,6 @@
-"""End of a preparation: indices, tokenizer, fingerprint, result; and the check of a corpus that already exists."""
+"""End of a preparation: indices, tokenizer, fingerprint, result;
+and the check of a corpus that already exists.
+"""
 
 from __future__ import annotations
 
@@ -46,35 +48,56 @@ class Outcome:
         """Format the result in a few lines."""
         known, prepared = self.fingerprint, self.fingerprint.prepared
         done = "prepared" if self.built else "already complete and verified, nothing to do:"
-        place = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
+        if self.out.is_relative_to(Path.cwd()):
+            place = self.out.relative_to(Path.cwd())
+        else:
+            place = self.out
         end = f"end of document = {known.end_of_document_id}"
         tokenizer = f"byte-level BPE, {known.vocab_size:,} tokens, {end}"
         if prepared is not None:
             tokenizer = f"{known.vocab_size:,} tokens, {end} ({prepared.end_of_document})"
         lines = [
             f"corpus {done} {place}",
-            f"  source      {known.source.description}; {format_number_of(known.source.documents, 'document')}, "
-            f"{format_size(known.source.text_bytes)} of text",
+            (
+                f"  source      {known.source.description};"
+                f" {format_number_of(known.source.documents, 'document')},"
+                f" {format_size(known.source.text_bytes)} of text"
+            ),
             f"  tokenizer   {tokenizer}",
         ]
         for name, split in known.splits.items():
             counting = "" if split.counting is None else f" ({split.counting:,} of them labels)"
             if prepared is None:
                 nats = known.unigram_baseline_nats(name)
-                counting = f", unigram baseline {nats:.3f} nats ({nats / log(2):.3f} bits) per token"
+                counting = (
+                    f", unigram baseline {nats:.3f} nats ({nats / log(2):.3f} bits) per token"
+                )
             documents = format_number_of(split.documents, "document")
-            lines.append(f"  {name:<11} {documents}, {format_number_of(split.tokens, 'token')}{counting}")
+            lines.append(
+                f"  {name:<11} {documents}, {format_number_of(split.tokens, 'token')}{counting}"
+            )
         if known.source.split == "position":
-            lines.append("  split       by position: the ends of the documents are for validation and test")
+            lines.append(
+                "  split       by position: the ends of the documents are for validation and test"
+            )
         if prepared is not None and prepared.empty:
-            lines.append(f"  empty       {format_number_of(prepared.empty, 'document')} without text, left out")
+            lines.append(
+                f"  empty       {format_number_of(prepared.empty, 'document')} without text,"
+                " left out"
+            )
         if prepared is not None and prepared.skipped:
-            lines.append(f"  skipped     {prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}")
+            lines.append(
+                f"  skipped     {prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}"
+            )
         return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 
 
-def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownTokenizer, request: Request) -> Fingerprint:
-    """Write indices, tokenizer and fingerprint beside the tokens. Idempotent: a killed call can be repeated."""
+def write_indices(
+    work: WorkFolder, files: Sequence[InputFile], known: KnownTokenizer, request: Request
+) -> Fingerprint:
+    """Write indices, tokenizer and fingerprint beside the tokens. Idempotent:
+    a killed call can be repeated.
+    """
     state = work.state
     if not state.splits["train"].documents:
         read = format_number_of(state.records, "document")
@@ -83,18 +106,26 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
             what += f" (the first: {_first_line(work.path / SKIPPED_FILE)})"
         where = f"{files[0].path}" + (f" and {len(files) - 1:,} other files" if files[1:] else "")
         raise DataError(
-            "MW-DATA-040", f"nothing is left to train on in {where}: {what}. Give more text, or lower the other shares"
+            "MW-DATA-040",
+            f"nothing is left to train on in {where}: {what}. Give more text, or lower the other"
+            " shares",
         )
     splits, hashes = dict[str, Split](), dict[str, str]()
     training: NDArray[np.int64] | None = None
     for name in SPLITS:
         prefix, documents = work.corpus / name, state.splits[name].documents
         if not documents:
-            for path in (indexed.bin_path(prefix), indexed.idx_path(prefix), indexed.mask_path(prefix)):
+            for path in (
+                indexed.bin_path(prefix),
+                indexed.idx_path(prefix),
+                indexed.mask_path(prefix),
+            ):
                 path.unlink(missing_ok=True)
             continue
         indexed.write_index(prefix, work.dtype, work.file_of(name, "lengths"))
-        measured = measure_split(prefix, documents, work.dtype, known.vocab_size, training, has_mask=work.has_mask)
+        measured = measure_split(
+            prefix, documents, work.dtype, known.vocab_size, training, has_mask=work.has_mask
+        )
         splits[name], hashes[f"{name}.bin"] = measured.split, measured.sha256
         training = measured.labels if name == "train" else training
     for file in known.files:
@@ -115,7 +146,9 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
             validation_share=request.validation_share,
             split=request.split,
         ),
-        prepared=Preparation(**request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped),
+        prepared=Preparation(
+            **request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped
+        ),
     )
     return write_fingerprint(work.corpus, draft)
 
@@ -151,7 +184,8 @@ def measure_split(
         documents: number of documents.
         dtype: type of the tokens.
         vocab_size: largest token id + 1.
-        training: (V,) labels of the training split, for the unigram baseline; None: this is the training split.
+        training: (V,) labels of the training split, for the unigram baseline; None: this is the
+            training split.
         has_mask: the corpus has a mask of labels.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -164,7 +198,9 @@ def measure_split(
             tokens = np.frombuffer(content, dtype)
             counts += np.bincount(tokens, minlength=vocab_size)
             if mask is not None:
-                labels += np.bincount(tokens[mask[at : at + len(tokens)] != 0], minlength=vocab_size)
+                labels += np.bincount(
+                    tokens[mask[at : at + len(tokens)] != 0], minlength=vocab_size
+                )
             at += len(tokens)
     nats, bits = fingerprints.entropy(labels)
     split = Split(
@@ -173,7 +209,9 @@ def measure_split(
         max_token_id=int(np.flatnonzero(counts)[-1]),
         unigram_entropy_nats=nats,
         unigram_entropy_bits=bits,
-        unigram_baseline_nats=nats if training is None else fingerprints.cross_entropy(labels, training),
+        unigram_baseline_nats=(
+            nats if training is None else fingerprints.cross_entropy(labels, training)
+        ),
         counting=int(labels.sum()) if has_mask else None,
     )
     return MeasuredSplit(split, digest.hexdigest(), labels)
@@ -183,9 +221,15 @@ def write_fingerprint(folder: Path, draft: Fingerprint) -> Fingerprint:
     """Write the fingerprint of a folder: the draft, with the hashes of the files that it lacks."""
     target = folder / fingerprints.FILE_NAME
     target.unlink(missing_ok=True)
-    hashes = {path.name: draft.files.get(path.name) or fingerprints.file_sha256(path) for path in folder.iterdir()}
+    hashes = {
+        path.name: draft.files.get(path.name) or fingerprints.file_sha256(path)
+        for path in folder.iterdir()
+    }
     made = draft.model_copy(
-        update={"files": dict(sorted(hashes.items())), "sampled": fingerprints.sampled_files(folder)}
+        update={
+            "files": dict(sorted(hashes.items())),
+            "sampled": fingerprints.sampled_files(folder),
+        }
     )
     target.write_text(made.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
     return made
@@ -194,13 +238,16 @@ def write_fingerprint(folder: Path, draft: Fingerprint) -> Fingerprint:
 def _describe_files(files: Sequence[InputFile]) -> str:
     names = {FileForm.TEXT: "text", FileForm.LINES: "JSONL", FileForm.ROWS: "parquet"}
     counts = {name: sum(file.kind is kind for file in files) for kind, name in names.items()}
-    return " and ".join(f"{count:,} {name} file{'s' * (count > 1)}" for name, count in counts.items() if count)
+    return " and ".join(
+        f"{count:,} {name} file{'s' * (count > 1)}" for name, count in counts.items() if count
+    )
 
 
 def complete(
     out: Path, request: Request, *, replace: bool, tokenizer_files: Collection[str] = ()
 ) -> Fingerprint | None:
-    """Return the fingerprint if ``out`` holds the requested corpus, intact; None if ``out`` may be written.
+    """Return the fingerprint if ``out`` holds the requested corpus, intact;
+    None if ``out`` may be written.
 
     ``tokenizer_files``: names of the tokenizer's files.
 
@@ -220,19 +267,22 @@ def complete(
     if changes is None:
         raise DataError(
             "MW-DATA-043",
-            f"{out} holds another corpus ({known.source.description}): name another folder, or --replace it",
+            f"{out} holds another corpus ({known.source.description}): name another folder, or"
+            " --replace it",
         )
     if changes:
         raise DataError(
             "MW-DATA-044",
             f"{out} was prepared from something else:\n{describe_changes(changes)}\n"
-            f"name another folder, or rebuild it with --replace",
+            "name another folder, or rebuild it with --replace",
         )
     return None if fingerprints.damaged_files(out, known) else known
 
 
 def present_rule(out: Path) -> SplitRule | None:
-    """Return the rule by which the corpus in ``out`` is split; None if there is none that can be read."""
+    """Return the rule by which the corpus in ``out`` is split;
+    None if there is none that can be read.
+    """
     try:
         known = fingerprints.read(out)
     except DataError:  # damaged: prepared again
@@ -255,6 +305,7 @@ def list_own_files(out: Path, own: Collection[str]) -> list[str]:
     if foreign:
         raise DataError(
             "MW-DATA-042",
-            f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus",
+            f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the"
+            " corpus",
         )
     return names

@@ -1,4 +1,6 @@
-"""Input files of a preparation: the named files, and the files below named folders, without hidden ones."""
+"""Input files of a preparation: the named files, and the files below named folders,
+without hidden ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from typing import NamedTuple
 from meshwright.errors import DataError
 from meshwright.system.bounded import real_path
 
-_ENDINGS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": "rows", ".pq": "rows"}
+_ENDINGS = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".parquet": "rows",
+    ".pq": "rows",
+}
 
 
 class FileForm(Enum):
@@ -46,33 +54,50 @@ class InputFile(NamedTuple):
         return (stat.st_size, stat.st_mtime_ns) != (self.num_bytes, self.mtime_ns)
 
 
-def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | None = None) -> list[InputFile]:
-    """List the input files in the order of ``sources``; of a folder all files that match a pattern, sorted by path.
+def list_files(
+    sources: Sequence[Path], globs: Sequence[str] = (), out: Path | None = None
+) -> list[InputFile]:
+    """List the input files in the order of ``sources``; of a folder all files that match a pattern,
+    sorted by path.
 
     Hidden files in folders are skipped, and so are the files in ``out``, the folder of the corpus.
 
     Raises:
-        DataError: a source without files, a broken link, a file listed twice, or a file type that cannot be read.
+        DataError: a source without files, a broken link, a file listed twice, or a file type that
+            cannot be read.
     """
     files: list[InputFile] = []
     corpus = None if out is None else real_path(out)
     for source in sources:
         if source.is_dir():
-            below = [path for path in files_below(source) if corpus is None or corpus not in real_path(path).parents]
-            matching = [path for path in below if not globs or _matches(path.relative_to(source), globs)]
+            below = [
+                path
+                for path in files_below(source)
+                if corpus is None or corpus not in real_path(path).parents
+            ]
+            matching = [
+                path for path in below if not globs or _matches(path.relative_to(source), globs)
+            ]
             if not matching:
-                what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
+                what = "it has no files"
+                if below:
+                    what = f"none of its {len(below)} files fits --glob {' '.join(globs)}"
                 raise DataError("MW-DATA-052", f"{source}: {what}: name another folder or pattern")
             files += [_input_file(path, in_folder=True) for path in matching]
         elif source.is_file():
             files.append(_input_file(source))
         else:
             raise DataError(
-                "MW-DATA-053", f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders"
+                "MW-DATA-053",
+                f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or"
+                " folders",
             )
     path, times = Counter(real_path(file.path) for file in files).most_common(1)[0]
     if times > 1:
-        raise DataError("MW-DATA-054", f"{path} is given {times} times, which would repeat its documents: give it once")
+        raise DataError(
+            "MW-DATA-054",
+            f"{path} is given {times} times, which would repeat its documents: give it once",
+        )
     return files
 
 
@@ -81,7 +106,9 @@ def _matches(path: Path, globs: Sequence[str]) -> bool:
 
 
 def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
-    """Classify a file by its suffix (of a link: the link's own). Below a folder a .json file is plain text."""
+    """Classify a file by its suffix (of a link: the link's own).
+    Below a folder a .json file is plain text.
+    """
     path = path.absolute()
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     kind = _ENDINGS.get(inner.suffix.lower(), "text")
@@ -90,10 +117,14 @@ def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
     if kind == "json":
         raise DataError(
             "MW-DATA-055",
-            f"{path} is one JSON document: write it as .jsonl, an object on each line (`jq -c '.[]' a.json > a.jsonl`)",
+            f"{path} is one JSON document: write it as .jsonl, an object on each line (`jq -c '.[]'"
+            " a.json > a.jsonl`)",
         )
     if kind == "rows" and path != inner:
-        raise DataError("MW-DATA-056", f"{path}: parquet has its own compression, and is not read from .gz: gunzip it")
+        raise DataError(
+            "MW-DATA-056",
+            f"{path}: parquet has its own compression, and is not read from .gz: gunzip it",
+        )
     try:
         stat = path.stat()
     except OSError as error:
@@ -112,20 +143,25 @@ def files_below(folder: Path) -> list[Path]:
     found: list[Path] = []
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         place = Path(above)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(place / name)]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not _leads_back(place / name)
+        ]
         for path in (place / name for name in names if not name.startswith(".")):
             if path.is_file():
                 found.append(path)
             elif path.is_symlink():
                 raise DataError(
                     "MW-DATA-045",
-                    f"{path} is a broken link to {path.readlink()}, and its text would be missing: repair or remove it",
+                    f"{path} is a broken link to {path.readlink()}, and its text would be missing:"
+                    " repair or remove it",
                 )
     return sorted(found)
 
 
 def _refuse(error: OSError) -> None:
-    raise DataError("MW-DATA-046", f"cannot read the folder {error.filename}: {error.strerror or error}") from error
+    raise DataError(
+        "MW-DATA-046", f"cannot read the folder {error.filename}: {error.strerror or error}"
+    ) from error
 
 
 def _leads_back(folder: Path) -> bool:

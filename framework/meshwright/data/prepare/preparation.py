@@ -1,12 +1,14 @@
-"""Preparation of a Megatron corpus with an existing tokenizer: parallel, resumable, in bounded memory.
+"""Preparation of a Megatron corpus with an existing tokenizer: parallel, resumable,
+in bounded memory.
 
-    files --blocks--> workers: read, parse, encode --in order--> by the split of each document --> train.bin/.mask ...
-                                                                                                   train.idx at the end
+    files --blocks--> workers: read, parse, encode
+          --in order--> by the split of each document: train.bin, train.mask, ...
+          --at the end--> train.idx, ...
 
-Documents keep the order of the files and of the lines in them, for any number of workers. A hash of (seed, i) selects
-the split of document i; a few documents are split by position. Progress is committed every few seconds
-(:mod:`work_folder`). At the end the indices are written, and a rename publishes the folder: a complete corpus under the
-requested name, or none.
+Documents keep the order of the files and of the lines in them, for any number of workers. A hash of
+(seed, i) selects the split of document i; a few documents are split by position. Progress is
+committed every few seconds (:mod:`work_folder`). At the end the indices are written, and a rename
+publishes the folder: a complete corpus under the requested name, or none.
 """
 
 from __future__ import annotations
@@ -30,8 +32,18 @@ from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
 from meshwright.data.prepare.readers import ReadPosition, RecordBlock, count_records
 from meshwright.data.prepare.records import Form, RecordKeys
-from meshwright.data.prepare.tokenizer_files import KnownTokenizer, drops_characters, find_chat_template, open_tokenizer
-from meshwright.data.prepare.work_folder import WorkFolder, begun_request, remove_leftovers, requested_files
+from meshwright.data.prepare.tokenizer_files import (
+    KnownTokenizer,
+    drops_characters,
+    find_chat_template,
+    open_tokenizer,
+)
+from meshwright.data.prepare.work_folder import (
+    WorkFolder,
+    begun_request,
+    remove_leftovers,
+    requested_files,
+)
 from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import (
     FEW_DOCUMENTS,
@@ -84,11 +96,13 @@ class Progress(NamedTuple):
 
 
 def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
-    """Prepare ``options.out``. An interrupted preparation is resumed; a complete corpus is verified and kept.
+    """Prepare ``options.out``. An interrupted preparation is resumed;
+    a complete corpus is verified and kept.
 
     Raises:
-        DataError: invalid options, sources or tokenizer; a broken record, with its file and line (unless
-            ``skip_broken``); ``out`` holds something else (unless ``replace``); the disk is full.
+        DataError: invalid options, sources or tokenizer; a broken record, with its file and line
+            (unless ``skip_broken``); ``out`` holds something else (unless ``replace``); the disk is
+            full.
     """
     _check_shares(options)
     files = list_files(options.sources, options.globs, options.out)
@@ -115,8 +129,12 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             may_skip=options.skip_broken,
         )
         try:
-            encoder = Encoder(files, known.tokenizer, options.form, columns, dtype, known.end, known.begin)
-            _read_all(options, files, columns, encoder, work, _Splitter(options, rule, known), on_progress)
+            encoder = Encoder(
+                files, known.tokenizer, options.form, columns, dtype, known.end, known.begin
+            )
+            _read_all(
+                options, files, columns, encoder, work, _Splitter(options, rule, known), on_progress
+            )
             made = write_indices(work, files, known, request)
             publish(work.corpus, out)
             work.remove()
@@ -124,7 +142,9 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             work.close()
     except OSError as error:
         raise DataError(
-            "MW-DATA-047", f"cannot write the corpus {out}: {error}. Finished work is kept: the same command resumes"
+            "MW-DATA-047",
+            f"cannot write the corpus {out}: {error}. Finished work is kept: the same command"
+            " resumes",
         ) from error
     return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made, known.path))
 
@@ -134,12 +154,14 @@ def _check_shares(options: Options) -> None:
     if not (validation >= 0 and test >= 0 and validation + test < 1):
         raise DataError(
             "MW-DATA-048",
-            f"--validation-share {validation} and --test-share {test} leave nothing to train on: choose shares of at "
-            f"least 0 that add up to less than 1, such as 0.01 and 0.01",
+            f"--validation-share {validation} and --test-share {test} leave nothing to train on:"
+            " choose shares of at least 0 that add up to less than 1, such as 0.01 and 0.01",
         )
 
 
-def _request(options: Options, files: Sequence[InputFile], known: KnownTokenizer, rule: SplitRule) -> Request:
+def _request(
+    options: Options, files: Sequence[InputFile], known: KnownTokenizer, rule: SplitRule
+) -> Request:
     return Request(
         files=requested_files(files),
         tokenizer_sha256=known.sha256,
@@ -156,8 +178,12 @@ def _request(options: Options, files: Sequence[InputFile], known: KnownTokenizer
     )
 
 
-def _settled_rule(options: Options, out: Path, files: Sequence[InputFile], columns: Sequence[str]) -> SplitRule:
-    """Return how to split the corpus: as requested, as ``out`` was split, or by the number of documents."""
+def _settled_rule(
+    options: Options, out: Path, files: Sequence[InputFile], columns: Sequence[str]
+) -> SplitRule:
+    """Return how to split the corpus: as requested, as ``out`` was split,
+    or by the number of documents.
+    """
     if options.split is not SplitRule.AUTO:
         return options.split
     if not options.replace:
@@ -169,13 +195,15 @@ def _settled_rule(options: Options, out: Path, files: Sequence[InputFile], colum
 
 
 def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str]) -> None:
-    """Check the columns of parquet files, and that no plain text file is given for pairs or messages."""
+    """Check the columns of parquet files,
+    and that no plain text file is given for pairs or messages.
+    """
     for file in files:
         if file.kind is FileForm.TEXT and form is not Form.TEXT:
             raise DataError(
                 "MW-DATA-049",
-                f"{file.path} is one text: --format {form.value} is read from .jsonl and .parquet, with the keys "
-                f"{' and '.join(columns)}",
+                f"{file.path} is one text: --format {form.value} is read from .jsonl and .parquet,"
+                f" with the keys {' and '.join(columns)}",
             )
         if file.kind is FileForm.ROWS:
             readers.open_parquet(file.path, columns).close()
@@ -190,7 +218,8 @@ def _read_all(
     splitter: _Splitter,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism, and are forked
+    # the workers are the parallelism, and are forked
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     state, total_bytes = work.state, sum(file.num_bytes for file in files)
     num_workers = options.num_workers or len(os.sched_getaffinity(0))
     place = ReadPosition(*state.place)
@@ -205,7 +234,8 @@ def _read_all(
             if problems and not options.skip_broken:
                 raise DataError(
                     "MW-DATA-050",
-                    f"{problems[0]}. Correct it, or leave such records out with --skip-broken, which lists them"
+                    f"{problems[0]}. Correct it, or leave such records out with --skip-broken,"
+                    " which lists them"
                     + (f" ({len(problems)} in this block)" if len(problems) > 1 else ""),
                 )
             is_whole = False
@@ -223,23 +253,37 @@ def _read_all(
     changed = next((file for file in files if file.has_changed()), None)
     if changed is not None:
         raise DataError(
-            "MW-DATA-051", f"{changed.path} was written to while it was being read: start over with --replace"
+            "MW-DATA-051",
+            f"{changed.path} was written to while it was being read: start over with --replace",
         )
 
 
 def _progress(work: WorkFolder, total_bytes: int) -> Progress:
     tokens = sum(split.tokens for split in work.state.splits.values())
-    return Progress(work.state.source_bytes, total_bytes, work.state.records, tokens, work.is_resumed)
+    return Progress(
+        work.state.source_bytes, total_bytes, work.state.records, tokens, work.is_resumed
+    )
 
 
-def _broken(block: RecordBlock, result: EncodedBlock, files: Sequence[InputFile], line: int) -> list[str]:
-    """Return the problems of a block, each with its place. ``line``: number of lines read of the last file."""
+def _broken(
+    block: RecordBlock, result: EncodedBlock, files: Sequence[InputFile], line: int
+) -> list[str]:
+    """Return the problems of a block, each with its place. ``line``:
+    number of lines read of the last file.
+    """
     first_line = line if block.first.position else 0
-    return [f"{_place_of(block, files, first_line, int(result.lines[n]))} {problem}" for n, problem in result.broken]
+    return [
+        f"{_place_of(block, files, first_line, int(result.lines[n]))} {problem}"
+        for n, problem in result.broken
+    ]
 
 
 def _append(
-    block: RecordBlock, result: EncodedBlock, problems: list[str], work: WorkFolder, splitter: _Splitter
+    block: RecordBlock,
+    result: EncodedBlock,
+    problems: list[str],
+    work: WorkFolder,
+    splitter: _Splitter,
 ) -> None:
     """Append a block's documents to their splits, and its problems to the skipped records."""
     state = work.state
@@ -254,7 +298,9 @@ def _append(
 
 
 class _Splitter:
-    """Writer of encoded documents to their splits; see :mod:`meshwright.data.splits` for the rules."""
+    """Writer of encoded documents to their splits;
+    see :mod:`meshwright.data.splits` for the rules.
+    """
 
     def __init__(self, options: Options, rule: SplitRule, tokenizer: KnownTokenizer) -> None:
         self.options, self.rule = options, rule
@@ -297,8 +343,12 @@ class _Splitter:
                 stop -= part
             self._append_part(result, "train", end - length, stop, work)
 
-    def _append_part(self, result: EncodedBlock, split: str, start: int, stop: int, work: WorkFolder) -> None:
-        """Append tokens [start, stop) of a block as one document. A part that was cut off gets ends of its own."""
+    def _append_part(
+        self, result: EncodedBlock, split: str, start: int, stop: int, work: WorkFolder
+    ) -> None:
+        """Append tokens [start, stop) of a block as one document.
+        A part that was cut off gets ends of its own.
+        """
         tokens = result.tokens[start:stop]
         if not len(tokens):
             return
@@ -311,7 +361,9 @@ class _Splitter:
 
 
 def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, line: int) -> str:
-    """Format the place of a record: ``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
+    """Format the place of a record: ``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on),
+    ``notes.txt``.
+    """
     file = files[block.first.file]
     if file.kind is FileForm.TEXT:
         return str(files[block.first.file + line].path)
@@ -325,21 +377,25 @@ def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
     notes = list[str]()
     if drops_characters(tokenizer):
         notes.append(
-            f"{options.tokenizer} has no unknown token and no byte tokens: characters outside its vocabulary are left "
-            f"out"
+            f"{options.tokenizer} has no unknown token and no byte tokens: characters outside its"
+            " vocabulary are left out"
         )
     if options.form is Form.MESSAGES and (template := find_chat_template(tokenizer)) is not None:
         notes.append(
-            f"warning: the conversations are written as <|user|> and <|assistant|> lines, not with the chat template "
-            f"in {template}: a model that is served with that template has to be trained on it. Render them with it "
-            f"first (transformers' apply_chat_template), as pairs of prompt and response"
+            "warning: the conversations are written as <|user|> and <|assistant|> lines, not with"
+            f" the chat template in {template}: a model that is served with that template has to be"
+            " trained on it. Render them with it first (transformers' apply_chat_template), as"
+            " pairs of prompt and response"
         )
     shares = {"validation": options.validation_share, "test": options.test_share}
     for name, share in shares.items():
         if share > 0 and name not in made.splits:
             documents = format_number_of(made.source.documents, "document")
-            move = (
-                "more text, or a larger share" if made.source.split == "position" else "a larger share, another --seed"
+            move = "a larger share, another --seed"
+            if made.source.split == "position":
+                move = "more text, or a larger share"
+            notes.append(
+                f"{name} got nothing, with a share of {share:g} of {documents}: give {move}, or"
+                " --split"
             )
-            notes.append(f"{name} got nothing, with a share of {share:g} of {documents}: give {move}, or --split")
     return notes

@@ -12,7 +12,9 @@ OLD = ".old"
 
 
 def publish(aside: Path, out: Path) -> None:
-    """Flush ``aside`` and rename it to ``out``. A non-empty ``out`` is renamed first and deleted last."""
+    """Flush ``aside`` and rename it to ``out``.
+    A non-empty ``out`` is renamed first and deleted last.
+    """
     sync_tree(aside)
     if out.is_dir() and any(out.iterdir()):
         old = aside.with_name(aside.name + OLD)

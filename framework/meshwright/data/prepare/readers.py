@@ -1,12 +1,14 @@
-"""Blocks of text, JSONL and parquet files: the units of work of a worker. Their order follows from the files alone.
+"""Blocks of text, JSONL and parquet files: the units of work of a worker.
+Their order follows from the files alone.
 
     notes/*.txt            a document per file        a block: neighbouring files, read by the worker
     pages.jsonl            a document per line        a block: a range of bytes, read by the worker
     pages.jsonl.gz         a document per line        a block: lines, decompressed by the parent
     pages.parquet          a document per row         a block: rows, decoded by the parent, row group by row group
 
-A line belongs to the block that contains its first byte, so that a file is split without being read. Memory holds four
-blocks, or longer documents, for each worker. :func:`blocks` resumes from the end of any block.
+A line belongs to the block that contains its first byte, so that a file is split without being
+read. Memory holds four blocks, or longer documents, for each worker. :func:`blocks` resumes from
+the end of any block.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ BLOCK_BYTES = 1 << 20
 MAX_FILES = 256
 """Maximal number of text files in one block."""
 MAX_RATIO = 50
-"""Largest ratio of unpacked to packed bytes beyond ``MAX_LINE_BYTES``: text has 3 to 20, a decompression bomb 1,000."""
+"""Largest ratio of unpacked to packed bytes beyond ``MAX_LINE_BYTES``: text has 3 to 20,
+a decompression bomb 1,000.
+"""
 MAX_ROWS_PER_BYTE = 100
 _ROWS_PER_BATCH = 64
 
@@ -55,7 +59,10 @@ class RecordBlock(NamedTuple):
 
 
 def blocks(
-    files: Sequence[InputFile], columns: Sequence[str], start: ReadPosition = BEGINNING, block_bytes: int = BLOCK_BYTES
+    files: Sequence[InputFile],
+    columns: Sequence[str],
+    start: ReadPosition = BEGINNING,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[RecordBlock]:
     """Yield all blocks from ``start`` on. ``columns``: the columns to read of parquet files.
 
@@ -77,12 +84,16 @@ def blocks(
         else:
             for begin in range(position, files[file].num_bytes, block_bytes):
                 end = min(begin + block_bytes, files[file].num_bytes)
-                yield RecordBlock(ReadPosition(file, begin), ReadPosition(file, end), None, end - begin)
+                yield RecordBlock(
+                    ReadPosition(file, begin), ReadPosition(file, end), None, end - begin
+                )
         file += 1
 
 
 def _end_of_text_block(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
-    """Return the index after the last of the text files that form one block; the block has at least one."""
+    """Return the index after the last of the text files that form one block;
+    the block has at least one.
+    """
     size, after = files[first].num_bytes, first + 1
     while after < len(files) and files[after].kind is FileForm.TEXT and after - first < MAX_FILES:
         size += files[after].num_bytes
@@ -92,7 +103,9 @@ def _end_of_text_block(files: Sequence[InputFile], first: int, block_bytes: int)
     return after
 
 
-def _gzip_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[RecordBlock]:
+def _gzip_blocks(
+    file: InputFile, index: int, position: int, block_bytes: int
+) -> Iterator[RecordBlock]:
     at = position
     try:
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
@@ -100,19 +113,27 @@ def _gzip_blocks(file: InputFile, index: int, position: int, block_bytes: int) -
             reported = raw.tell() if position else 0
             while content := stream.read(block_bytes):
                 if not content.endswith(b"\n"):
-                    content += _rest_of_line(stream, f"{file.path}: the line over unpacked byte {at + len(content):,}")
+                    content += _rest_of_line(
+                        stream, f"{file.path}: the line over unpacked byte {at + len(content):,}"
+                    )
                 now = raw.tell()
                 yield RecordBlock(
-                    ReadPosition(index, at), ReadPosition(index, at + len(content)), content, now - reported
+                    ReadPosition(index, at),
+                    ReadPosition(index, at + len(content)),
+                    content,
+                    now - reported,
                 )
                 at, reported = at + len(content), now
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             "MW-DATA-058",
-            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): restore it from an intact copy",
+            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): restore it from an"
+            " intact copy",
         ) from error
     except OSError as error:
-        raise DataError("MW-DATA-059", f"cannot read {file.path}: {error.strerror or error}") from error
+        raise DataError(
+            "MW-DATA-059", f"cannot read {file.path}: {error.strerror or error}"
+        ) from error
 
 
 def _rest_of_line(stream: IO[bytes] | gzip.GzipFile, place: str) -> bytes:
@@ -120,7 +141,8 @@ def _rest_of_line(stream: IO[bytes] | gzip.GzipFile, place: str) -> bytes:
     rest = stream.readline(MAX_LINE_BYTES + 1)
     if len(rest) > MAX_LINE_BYTES:
         raise DataError(
-            "MW-DATA-060", f"{place} is longer than the {MAX_LINE_BYTES:,} bytes that a line may have: split it"
+            "MW-DATA-060",
+            f"{place} is longer than the {MAX_LINE_BYTES:,} bytes that a line may have: split it",
         )
     return rest
 
@@ -141,7 +163,8 @@ def _row_blocks(
         table.close()
         raise DataError(
             "MW-DATA-130",
-            f"{file.path} claims {num_rows:,} rows in {file.num_bytes:,} bytes: no text is so short. Copy it again",
+            f"{file.path} claims {num_rows:,} rows in {file.num_bytes:,} bytes: no text is so"
+            " short. Copy it again",
         )
     reported = file.num_bytes * position // num_rows
     try:
@@ -150,7 +173,9 @@ def _row_blocks(
             if row + in_group <= position:
                 row += in_group
                 continue
-            size = _rows_per_batch(table.metadata.row_group(group), columns, f"{file.path}: row group {group}")
+            size = _rows_per_batch(
+                table.metadata.row_group(group), columns, f"{file.path}: row group {group}"
+            )
             for batch in table.iter_batches(size, row_groups=[group], columns=list(columns)):
                 rows = list(zip(*(batch.column(name).to_pylist() for name in columns), strict=True))
                 num_skipped = min(max(position - row, 0), len(rows))
@@ -158,18 +183,24 @@ def _row_blocks(
                 for part in _split_rows(rows[num_skipped:], block_bytes, f"{file.path}: row", row):
                     now = file.num_bytes * (row + len(part)) // num_rows
                     yield RecordBlock(
-                        ReadPosition(index, row), ReadPosition(index, row + len(part)), part, now - reported
+                        ReadPosition(index, row),
+                        ReadPosition(index, row + len(part)),
+                        part,
+                        now - reported,
                     )
                     reported = now
                     row += len(part)
     except (OSError, ValueError, _arrow_error()) as error:
-        raise DataError("MW-DATA-061", f"{file.path} is damaged after row {row:,}: {error}. Copy it again") from error
+        raise DataError(
+            "MW-DATA-061", f"{file.path} is damaged after row {row:,}: {error}. Copy it again"
+        ) from error
     finally:
         table.close()
 
 
 def _rows_per_batch(group: Any, columns: Sequence[str], place: str) -> int:
-    """Return the number of rows that are decoded at once; one, if values repeat so that a row may be large.
+    """Return the number of rows that are decoded at once; one,
+    if values repeat so that a row may be large.
 
     Raises:
         DataError: the row group unpacks to implausibly many bytes.
@@ -181,8 +212,8 @@ def _rows_per_batch(group: Any, columns: Sequence[str], place: str) -> int:
     if unpacked > max(MAX_LINE_BYTES, MAX_RATIO * packed):
         raise DataError(
             "MW-DATA-131",
-            f"{place} unpacks from {packed:,} to {unpacked:,} bytes, and text to at most {MAX_RATIO} times as many: "
-            f"write the file again with smaller row groups",
+            f"{place} unpacks from {packed:,} to {unpacked:,} bytes, and text to at most"
+            f" {MAX_RATIO} times as many: write the file again with smaller row groups",
         )
     return 1 if unpacked > MAX_RATIO * packed else _ROWS_PER_BATCH
 
@@ -190,7 +221,8 @@ def _rows_per_batch(group: Any, columns: Sequence[str], place: str) -> int:
 def _split_rows(
     rows: list[tuple[Any, ...]], block_bytes: int, place: str, first: int
 ) -> Iterator[list[tuple[Any, ...]]]:
-    """Split rows into blocks of about ``block_bytes``. ``first``: number of the first one, for errors at ``place``.
+    """Split rows into blocks of about ``block_bytes``. ``first``: number of the first one,
+    for errors at ``place``.
 
     Raises:
         DataError: a row is too long.
@@ -203,7 +235,8 @@ def _split_rows(
         if row_bytes > MAX_LINE_BYTES:
             raise DataError(
                 "MW-DATA-132",
-                f"{place} {number:,} is longer than the {MAX_LINE_BYTES:,} bytes that a row may have: split it",
+                f"{place} {number:,} is longer than the {MAX_LINE_BYTES:,} bytes that a row may"
+                " have: split it",
             )
         size += row_bytes
         if size >= block_bytes:
@@ -235,12 +268,20 @@ def count_records(files: Sequence[InputFile], columns: Sequence[str], at_most: i
 def _count_lines(file: InputFile, at_most: int) -> int:
     """Return the number of lines of a file, or some number of at least ``at_most``.
 
-    Counting ends in a line that is too long, refused where it is read: a file of zeros may unpack to terabytes.
+    Counting ends in a line that is too long, refused where it is read: a file of zeros may unpack
+    to terabytes.
     """
     counted, of_line = 0, 0  # line feeds, and bytes since the last one
     try:
-        with open_regular(file.path) as raw, gzip.open(raw, "rb") if file.is_gzipped else raw as stream:
-            while counted < at_most and of_line <= MAX_LINE_BYTES and (content := stream.read(BLOCK_BYTES)):
+        with (
+            open_regular(file.path) as raw,
+            gzip.open(raw, "rb") if file.is_gzipped else raw as stream,
+        ):
+            while (
+                counted < at_most
+                and of_line <= MAX_LINE_BYTES
+                and (content := stream.read(BLOCK_BYTES))
+            ):
                 counted += content.count(b"\n")
                 end = content.rfind(b"\n")
                 of_line = len(content) - 1 - end if end >= 0 else of_line + len(content)
@@ -254,7 +295,9 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError("MW-DATA-062", f"{path}: reading parquet needs pyarrow: pip install pyarrow") from error
+        raise DataError(
+            "MW-DATA-062", f"{path}: reading parquet needs pyarrow: pip install pyarrow"
+        ) from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError, _arrow_error()) as error:
@@ -265,10 +308,12 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
         table.close()
         if wrong in names:
             raise DataError(
-                "MW-DATA-064", f"{path} has {names.count(wrong)} columns {wrong!r}: write it again with one"
+                "MW-DATA-064",
+                f"{path} has {names.count(wrong)} columns {wrong!r}: write it again with one",
             )
         raise DataError(
-            "MW-DATA-065", f"{path} has no column {wrong!r}, only {', '.join(names)}{advice_for(wrong, names)}"
+            "MW-DATA-065",
+            f"{path} has no column {wrong!r}, only {', '.join(names)}{advice_for(wrong, names)}",
         )
     return table
 
@@ -315,11 +360,16 @@ def text_of(file: InputFile) -> bytes:
         if len(content) > limit_bytes:
             raise DataError(
                 "MW-DATA-066",
-                f"{file.path} unpacks to more than {limit_bytes:,} bytes, the most of one document of "
-                f"{file.num_bytes:,} packed bytes: unpack it with gunzip, or write an object on each line (.jsonl.gz)",
+                f"{file.path} unpacks to more than {limit_bytes:,} bytes, the most of one document"
+                f" of {file.num_bytes:,} packed bytes: unpack it with gunzip, or write an object on"
+                " each line (.jsonl.gz)",
             )
         return content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError("MW-DATA-067", f"{file.path} is damaged ({error}): restore it from an intact copy") from error
+        raise DataError(
+            "MW-DATA-067", f"{file.path} is damaged ({error}): restore it from an intact copy"
+        ) from error
     except OSError as error:
-        raise DataError("MW-DATA-068", f"cannot read {file.path}: {error.strerror or error}") from error
+        raise DataError(
+            "MW-DATA-068", f"cannot read {file.path}: {error.strerror or error}"
+        ) from error

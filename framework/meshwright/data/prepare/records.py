@@ -1,4 +1,5 @@
-"""Records (text files, JSON lines, rows) as pieces of a document, with a flag for pieces that count as labels.
+"""Records (text files, JSON lines, rows) as pieces of a document,
+with a flag for pieces that count as labels.
 
     text      {"text": "Once upon a time"}                      all of it counts
     pairs     {"prompt": "2+2=", "response": "4"}               the response and the end of document count
@@ -6,10 +7,11 @@
                             {"role": "assistant", "content": "Hello"}]}
 
               <|user|>\\nHi\\n<|assistant|>\\nHello<end>          the assistant's messages and their ends count
-                                                          (not one with "weight": 0, or "train": false)
+                                                          (not one with "weight": 0, or "train":
+                                                          false)
 
-Nothing is inserted between prompt and response: a space or line feed between them must be the end of the prompt. Each
-piece is encoded by itself, so that no token spans two pieces.
+Nothing is inserted between prompt and response: a space or line feed between them must be the end
+of the prompt. Each piece is encoded by itself, so that no token spans two pieces.
 """
 
 from __future__ import annotations
@@ -57,12 +59,19 @@ class RecordKeys(NamedTuple):
 
     def of(self, form: Form) -> tuple[str, ...]:
         """Return the keys to read of a record, in the order that :func:`pieces_of` expects."""
-        keys = {Form.TEXT: (self.text,), Form.PAIRS: (self.prompt, self.response), Form.MESSAGES: ("messages",)}
+        keys = {
+            Form.TEXT: (self.text,),
+            Form.PAIRS: (self.prompt, self.response),
+            Form.MESSAGES: ("messages",),
+        }
         return keys[form]
 
 
 _USUAL_KEYS = {
-    "text": ("--text-key", ("content", "body", "document", "raw_content", "markdown", "story", "article")),
+    "text": (
+        "--text-key",
+        ("content", "body", "document", "raw_content", "markdown", "story", "article"),
+    ),
     "prompt": ("--prompt-key", ("instruction", "question", "input", "query", "problem", "source")),
     "response": ("--response-key", ("completion", "output", "answer", "target", "solution")),
 }
@@ -70,14 +79,17 @@ _USUAL_KEYS = {
 
 
 def advice_for(missing: str, present: Sequence[str]) -> str:
-    """Return the next move for a record or table without a key, to follow the message; empty if there is none.
+    """Return the next move for a record or table without a key, to follow the message;
+    empty if there is none.
 
     Args:
         missing: the key.
         present: the keys that the record has.
     """
     if missing == "messages":
-        others = [key for key in ("conversations", "conversation", "dialog", "chat") if key in present]
+        others = [
+            key for key in ("conversations", "conversation", "dialog", "chat") if key in present
+        ]
         return f": write {others[0]!r} as messages of role and content" if others else ""
     if missing not in _USUAL_KEYS:
         return ": name one of them with --text-key, --prompt-key or --response-key"
@@ -131,42 +143,68 @@ def _conversation(messages: Any) -> list[DocumentPiece]:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise Broken(f"has no 'role' and 'content' in message {number}")
-        role, content = (_text(message[key], f"{key} of message {number}") for key in ("role", "content"))
+        role, content = (
+            _text(message[key], f"{key} of message {number}") for key in ("role", "content")
+        )
         _check_is_plain(message, number)
         is_ours = role == "assistant"
         counts = _is_label(message, number, is_ours)
         pieces.append(DocumentPiece(f"<|{role}|>\n", False, False))
         pieces.append(DocumentPiece(content if is_ours else f"{content}\n", counts, is_ours))
     if not any(piece.counts for piece in pieces):
-        raise Broken("has no message of the 'assistant' that counts: there is nothing to learn from it")
+        raise Broken(
+            "has no message of the 'assistant' that counts: there is nothing to learn from it"
+        )
     if not any(piece.text for piece in pieces if piece.counts):
-        raise Broken("has no text in any message of the 'assistant': there is nothing to learn from it")
+        raise Broken(
+            "has no text in any message of the 'assistant': there is nothing to learn from it"
+        )
     return pieces
 
 
-_UNWRITTEN = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "train_detail", "loss_mask")
-"""Keys of a message whose content this format would lose, or that choose labels in a way it does not have."""
+_UNWRITTEN = (
+    "tool_calls",
+    "function_call",
+    "tool_call_id",
+    "reasoning_content",
+    "train_detail",
+    "loss_mask",
+)
+"""Keys of a message whose content this format would lose,
+or that choose labels in a way it does not have.
+"""
 
 
 def _check_is_plain(message: dict[str, Any], number: int) -> None:
     """Check that a message has nothing that would be left out. Raises Broken."""
     lost = next((key for key in _UNWRITTEN if message.get(key) not in (None, [], {}, "")), None)
     if lost is not None:
-        raise Broken(f"has {lost!r} in message {number}, which would be left out: write it into the content, as text")
+        raise Broken(
+            f"has {lost!r} in message {number}, which would be left out: write it into the content,"
+            " as text"
+        )
 
 
 def _is_label(message: dict[str, Any], number: int, is_ours: bool) -> bool:
-    """Return whether a message counts: the assistant's, unless its weight is 0 or train is false. Raises Broken.
+    """Return whether a message counts: the assistant's, unless its weight is 0 or train is false.
+    Raises Broken.
 
-    ``weight`` is that of OpenAI's fine-tuning files, ``train`` and ``training`` those of axolotl. ``is_ours``: the
-    message is the assistant's.
+    ``weight`` is that of OpenAI's fine-tuning files, ``train`` and ``training`` those of axolotl.
+    ``is_ours``: the message is the assistant's.
     """
-    flags = [(key, message[key]) for key in ("weight", "train", "training") if message.get(key) is not None]
+    flags = [
+        (key, message[key])
+        for key in ("weight", "train", "training")
+        if message.get(key) is not None
+    ]
     for key, value in flags:
         if value not in (0, 1):  # true and false are 1 and 0
             raise Broken(f"has {key} = {value!r} in message {number}: only 0 and 1 are known")
         if value == 1 and not is_ours:
-            raise Broken(f"has {key} = {value!r} in message {number}: only messages of the assistant can count")
+            raise Broken(
+                f"has {key} = {value!r} in message {number}: only messages of the assistant can"
+                " count"
+            )
     return is_ours and all(value == 1 for _, value in flags)
 
 
@@ -176,14 +214,23 @@ def _text(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise Broken(f"has half of a surrogate pair in {name!r} (at {error.start}), which is no text") from error
+        raise Broken(
+            f"has half of a surrogate pair in {name!r} (at {error.start}), which is no text"
+        ) from error
     return value
 
 
 def _kind_of(value: Any) -> str:
     if value is None:
         return "null"
-    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+    kinds = {
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        str: "string",
+        list: "list",
+        dict: "object",
+    }
     return kinds.get(type(value), type(value).__name__)
 
 

@@ -18,7 +18,9 @@ from meshwright.terminal.format import format_number_of
 
 _SHORTEST_PART_BYTES = 4 * SHORTEST_PART
 """SHORTEST_PART in bytes, at four bytes a token."""
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 
 
 class Document(NamedTuple):
@@ -31,7 +33,8 @@ class Document(NamedTuple):
     num_bytes: int
 
     def text(self, start: int = 0, stop: int | None = None) -> str:
-        """Read the text of bytes [start, stop), line ends unchanged; a cut moves back to the start of its character.
+        """Read the text of bytes [start, stop), line ends unchanged;
+        a cut moves back to the start of its character.
 
         Raises DataError: the file has changed since it was listed.
         """
@@ -39,14 +42,19 @@ class Document(NamedTuple):
         if sha256(raw).hexdigest() != self.sha256:
             raise DataError(
                 "MW-DATA-069",
-                f"{self.path} changed while the corpus was being prepared: run it again when no process writes to it",
+                f"{self.path} changed while the corpus was being prepared: run it again when no"
+                " process writes to it",
             )
         stop = len(raw) if stop is None else stop
         return raw[_character_start(raw, start) : _character_start(raw, stop)].decode("utf-8")
 
     def split_key(self) -> float:
-        """Return a hash of the name in [0, 1): documents added later do not change the split of others."""
-        return int.from_bytes(blake2b(os.fsencode(self.name), digest_size=8).digest(), "big") / 2**64
+        """Return a hash of the name in [0, 1):
+        documents added later do not change the split of others.
+        """
+        return (
+            int.from_bytes(blake2b(os.fsencode(self.name), digest_size=8).digest(), "big") / 2**64
+        )
 
 
 class DocumentSource(NamedTuple):
@@ -71,7 +79,9 @@ class DocumentPart(NamedTuple):
     stop: int
 
     def text(self) -> str:
-        """Read the text of this part. Raises DataError if the file has changed since it was listed."""
+        """Read the text of this part. Raises DataError
+        if the file has changed since it was listed.
+        """
         return self.document.text(self.start, self.stop)
 
 
@@ -83,9 +93,11 @@ class Splits(NamedTuple):
 
 
 def stdlib() -> DocumentSource:
-    """List the ``.py`` files of the running Python's standard library, without its test suites and installed packages.
+    """List the ``.py`` files of the running Python's standard library,
+    without its test suites and installed packages.
 
-    Empty files (``__init__.py``) and the library's few files in other encodings than UTF-8 are skipped.
+    Empty files (``__init__.py``) and the library's few files in other encodings than UTF-8 are
+    skipped.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -96,10 +108,12 @@ def stdlib() -> DocumentSource:
     if not documents:
         raise DataError(
             "MW-DATA-070",
-            f"no Python source of the standard library under {root}: this Python was installed without it; "
-            f"prepare a corpus from text files of your own instead",
+            f"no Python source of the standard library under {root}: this Python was installed"
+            " without it; prepare a corpus from text files of your own instead",
         )
-    return DocumentSource(documents, f"Python {platform.python_version()} standard library, .py files without tests")
+    return DocumentSource(
+        documents, f"Python {platform.python_version()} standard library, .py files without tests"
+    )
 
 
 def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
@@ -117,24 +131,33 @@ def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
         elif path.is_file():
             listed.add(path)
         else:
-            raise DataError("MW-DATA-071", f"there is no file or folder {path} to prepare a corpus from")
+            raise DataError(
+                "MW-DATA-071", f"there is no file or folder {path} to prepare a corpus from"
+            )
     resolved = {real_path(path) for path in listed}
     if not resolved:
         raise DataError(
             "MW-DATA-072",
-            f"no files to prepare a corpus from in {', '.join(map(str, paths)) or 'an empty list of paths'}",
+            "no files to prepare a corpus from in"
+            f" {', '.join(map(str, paths)) or 'an empty list of paths'}",
         )
-    base = real_path(root) if root else Path(os.path.commonpath([str(path.parent) for path in resolved]))
+    if root:
+        base = real_path(root)
+    else:
+        base = Path(os.path.commonpath([str(path.parent) for path in resolved]))
     outside = [path for path in resolved if not path.is_relative_to(base)]
     if outside:
         raise DataError(
             "MW-DATA-073",
-            f"{outside[0]} is not below the root {base}: names are relative to it, choose a folder above both",
+            f"{outside[0]} is not below the root {base}: names are relative to it, choose a folder"
+            " above both",
         )
     documents = _documents(resolved, base, skip_other_encodings=False)
     if not documents:
         raise DataError(
-            "MW-DATA-074", f"all {len(resolved)} files are empty: a corpus needs text ({', '.join(map(str, paths))})"
+            "MW-DATA-074",
+            f"all {len(resolved)} files are empty: a corpus needs text"
+            f" ({', '.join(map(str, paths))})",
         )
     return DocumentSource(documents, format_number_of(len(documents), "text file"))
 
@@ -148,7 +171,8 @@ def split(source: DocumentSource, validation_share: float, rule: SplitRule) -> S
     if not 0.0 <= validation_share < 1.0:
         raise DataError(
             "MW-DATA-075",
-            f"validation_share={validation_share} is no share of the documents: choose 0 <= share < 1, such as 0.05",
+            f"validation_share={validation_share} is no share of the documents: choose 0 <= share <"
+            " 1, such as 0.05",
         )
     if validation_share == 0.0:
         return Splits(_whole(source.documents), ())
@@ -157,8 +181,9 @@ def split(source: DocumentSource, validation_share: float, rule: SplitRule) -> S
     if len(source.documents) < 2:
         raise DataError(
             "MW-DATA-076",
-            f"one document ({source.documents[0].name}) cannot be split by document into training and validation: give "
-            f"more files, --split position, or --validation-share 0 for no validation corpus",
+            f"one document ({source.documents[0].name}) cannot be split by document into training"
+            " and validation: give more files, --split position, or --validation-share 0 for no"
+            " validation corpus",
         )
     return _split_by_document(source, validation_share)
 
@@ -197,13 +222,17 @@ def _whole(documents: Iterable[Document]) -> tuple[DocumentPart, ...]:
 
 
 def _character_start(raw: bytes, at: int) -> int:
-    """Return the start of the UTF-8 character that contains byte ``at``; the end of the bytes stays."""
+    """Return the start of the UTF-8 character that contains byte ``at``;
+    the end of the bytes stays.
+    """
     while 0 < at < len(raw) and raw[at] & 0xC0 == 0x80:
         at -= 1
     return at
 
 
-def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool) -> tuple[Document, ...]:
+def _documents(
+    paths: Iterable[Path], root: Path, *, skip_other_encodings: bool
+) -> tuple[Document, ...]:
     documents = []
     for path in paths:
         raw = _read_bytes(path)
@@ -216,9 +245,12 @@ def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool)
                 continue
             raise DataError(
                 "MW-DATA-077",
-                f"{path} is not utf-8 (byte {error.object[error.start]:#04x} at {error.start}): convert or omit it",
+                f"{path} is not utf-8 (byte {error.object[error.start]:#04x} at {error.start}):"
+                " convert or omit it",
             ) from error
-        documents.append(Document(path.relative_to(root).as_posix(), path, sha256(raw).hexdigest(), len(raw)))
+        documents.append(
+            Document(path.relative_to(root).as_posix(), path, sha256(raw).hexdigest(), len(raw))
+        )
     return tuple(sorted(documents))
 
 

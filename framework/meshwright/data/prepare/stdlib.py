@@ -1,12 +1,13 @@
-"""Text files -> byte-level BPE -> a Megatron corpus: two splits, the tokenizer, and a fingerprint of all of it.
+"""Text files -> byte-level BPE -> a Megatron corpus: two splits, the tokenizer,
+and a fingerprint of all of it.
 
     files --split by name--> train docs -----> BPE ----> tokenizer.json
                                 |               |
                                 +---- encode ---+------> train.bin/.idx
                        validation docs ---------+------> validation.bin/.idx      (not used to train the tokenizer)
 
-The corpus is written to a temporary folder, flushed to the disk and renamed: a kill at any moment leaves a complete
-corpus under the requested name or none. The same files give the same bytes.
+The corpus is written to a temporary folder, flushed to the disk and renamed: a kill at any moment
+leaves a complete corpus under the requested name or none. The same files give the same bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed, tokenizer
 from meshwright.data.fingerprint import Fingerprint, Split
 from meshwright.data.prepare import sources
-from meshwright.data.prepare.finish import Outcome, list_own_files, measure_split, present_rule, write_fingerprint
+from meshwright.data.prepare.finish import (
+    Outcome,
+    list_own_files,
+    measure_split,
+    present_rule,
+    write_fingerprint,
+)
 from meshwright.data.prepare.publish import OLD, publish
 from meshwright.data.splits import SPLITS, SplitRule
 from meshwright.data.tokenizer import TOKENIZER_FILE
@@ -51,7 +58,9 @@ def prepare_stdlib(
     replace: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Prepare a corpus of the running Python's standard library: no download, no account. About 5 s on 2 cores."""
+    """Prepare a corpus of the running Python's standard library: no download, no account.
+    About 5 s on 2 cores.
+    """
     source, rule = sources.stdlib(), SplitRule.DOCUMENTS
     return _prepare(source, out, vocab_size, validation_share, rule, replace=replace, say=say)
 
@@ -84,10 +93,11 @@ def _prepare(
     replace: bool,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Prepare ``out`` unless it already holds exactly this corpus. The callback receives progress lines.
+    """Prepare ``out`` unless it already holds exactly this corpus.
+    The callback receives progress lines.
 
-    A damaged corpus is built again. An intact one from other text or options is refused unless ``replace``, because a
-    run may be training on it. A folder with other files is never changed.
+    A damaged corpus is built again. An intact one from other text or options is refused unless
+    ``replace``, because a run may be training on it. A folder with other files is never changed.
     """
     out = Path(out).absolute()
     splits = sources.split(source, validation_share, rule)
@@ -111,7 +121,8 @@ def _prepare(
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
-        existing = _matching(out, request, replace=False)  # another process may have published the same corpus first
+        # another process may have published the same corpus first
+        existing = _matching(out, request, replace=False)
         if existing is None:
             raise DataError("MW-DATA-079", f"cannot write the corpus {out}: {error}") from error
         return Outcome(out, built=False, fingerprint=existing)
@@ -119,9 +130,15 @@ def _prepare(
 
 
 def _build(
-    aside: Path, splits: sources.Splits, request: fingerprints.SourceSummary, say: Callable[[str], None]
+    aside: Path,
+    splits: sources.Splits,
+    request: fingerprints.SourceSummary,
+    say: Callable[[str], None],
 ) -> Fingerprint:
-    say(f"training a tokenizer of {request.vocab_size:,} tokens on {format_number_of(len(splits.train), 'document')}")
+    say(
+        f"training a tokenizer of {request.vocab_size:,} tokens on"
+        f" {format_number_of(len(splits.train), 'document')}"
+    )
     bpe = tokenizer.train((document.text() for document in splits.train), request.vocab_size)
     bpe.save(str(aside / TOKENIZER_FILE))
     vocab_size = bpe.get_vocab_size()
@@ -134,31 +151,40 @@ def _build(
             continue
         say(f"writing {name}: {format_number_of(len(documents), 'document')}")
         prefix = aside / name
-        indexed.write(prefix, tokenizer.encode(bpe, (document.text() for document in documents)), vocab_size)
+        indexed.write(
+            prefix, tokenizer.encode(bpe, (document.text() for document in documents)), vocab_size
+        )
         dtype = indexed.token_dtype(vocab_size)
         measured = measure_split(prefix, len(documents), dtype, vocab_size, training)
         written[name], hashes[f"{name}.bin"] = measured.split, measured.sha256
         training = measured.labels if name == "train" else training
-    draft = Fingerprint(files=hashes, splits=written, vocab_size=vocab_size, end_of_document_id=end, source=request)
+    draft = Fingerprint(
+        files=hashes, splits=written, vocab_size=vocab_size, end_of_document_id=end, source=request
+    )
     return write_fingerprint(aside, draft)
 
 
-def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) -> Fingerprint | None:
-    """Return the fingerprint of a corpus that is intact and as requested; None if ``out`` may be written."""
+def _matching(
+    out: Path, request: fingerprints.SourceSummary, *, replace: bool
+) -> Fingerprint | None:
+    """Return the fingerprint of a corpus that is intact and as requested;
+    None if ``out`` may be written.
+    """
     names = list_own_files(out, _FILES)
     if not names:
         return None
     try:
         known = fingerprints.read(out)
     except DataError:
-        return None  # a malformed fingerprint beside files of these names: a damaged corpus, built again
+        # a malformed fingerprint beside files of these names: a damaged corpus, built again
+        return None
     if known is None:
         if replace:
             return None
         raise DataError(
             "MW-DATA-082",
-            f"{out} holds {', '.join(names[:3])} without {fingerprints.FILE_NAME}: meshwright did not write "
-            f"it; name another folder, or replace it (--replace)",
+            f"{out} holds {', '.join(names[:3])} without {fingerprints.FILE_NAME}: meshwright did"
+            " not write it; name another folder, or replace it (--replace)",
         )
     if fingerprints.damaged_files(out, known):
         return None
@@ -168,10 +194,12 @@ def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) 
         return None
     raise DataError(
         "MW-DATA-083",
-        f"{out} holds another corpus: {known.source.description}, vocab_size={known.source.vocab_size}, "
-        f"validation_share={known.source.validation_share}, {known.source.documents:,} documents; asked for: "
-        f"{request.description}, vocab_size={request.vocab_size}, validation_share={request.validation_share}, "
-        f"{request.documents:,} documents. Name another folder, delete this one, or replace it (--replace)",
+        f"{out} holds another corpus: {known.source.description},"
+        f" vocab_size={known.source.vocab_size}, validation_share={known.source.validation_share},"
+        f" {known.source.documents:,} documents; asked for: {request.description},"
+        f" vocab_size={request.vocab_size}, validation_share={request.validation_share},"
+        f" {request.documents:,} documents. Name another folder, delete this one, or replace it"
+        " (--replace)",
     )
 
 
@@ -181,7 +209,9 @@ def _deciding_fields(source: fingerprints.SourceSummary) -> dict[str, Any]:
 
 
 def _make_aside(out: Path) -> Path:
-    """Make an empty folder beside ``out``, named after this process; remove those of this host's dead processes."""
+    """Make an empty folder beside ``out``, named after this process;
+    remove those of this host's dead processes.
+    """
     make_directory_synced(out.parent)
     prefix = f".{out.name}.partial.{socket.gethostname()}."
     for leftover in out.parent.glob(f"{prefix}*"):

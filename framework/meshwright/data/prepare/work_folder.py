@@ -8,8 +8,9 @@
         train.lengths         tokens of each document (int32)
         corpus/train.bin      tokens; train.mask beside it
 
-The files only grow. ``state.json`` is replaced as a whole, after the data that it counts is on the disk. A resume
-truncates each file to the length in ``state.json``, so no document is written twice and none is lost.
+The files only grow. ``state.json`` is replaced as a whole, after the data that it counts is on the
+disk. A resume truncates each file to the length in ``state.json``, so no document is written twice
+and none is lost.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class State(_Part):
     line: int = 0
     """Number of lines read of the file at ``place``."""
     records: int = 0
-    """Number of documents read, broken and empty ones included: a document's number decides its split."""
+    """Number of documents read, broken and empty ones included:
+    a document's number decides its split.
+    """
     empty: int = 0
     skipped: int = 0
     skipped_bytes: int = 0
@@ -71,7 +74,9 @@ class State(_Part):
 
 
 class WorkFolder:
-    """Folder of a preparation, locked by one process at a time; opening it restores the last commit."""
+    """Folder of a preparation, locked by one process at a time;
+    opening it restores the last commit.
+    """
 
     def __init__(
         self,
@@ -94,8 +99,8 @@ class WorkFolder:
             may_skip: broken records may be skipped.
 
         Raises:
-            DataError: another process works there, the state cannot be resumed (unless ``replace``), or the folder, or
-                something in it, is a link or another user's.
+            DataError: another process works there, the state cannot be resumed (unless
+                ``replace``), or the folder, or something in it, is a link or another user's.
         """
         self.path = _work_path(out)
         self.corpus = self.path / "corpus"
@@ -104,7 +109,9 @@ class WorkFolder:
         self._lock = _take_lock(self.path)
         try:
             self.state = self._open(out, request, replace, may_skip)
-            self._streams = {path: _open_truncated(path, size) for path, size in self._sizes(self.state).items()}
+            self._streams = {
+                path: _open_truncated(path, size) for path, size in self._sizes(self.state).items()
+            }
         except BaseException:
             self._lock.close()
             raise
@@ -113,8 +120,11 @@ class WorkFolder:
     def _open(self, out: Path, request: Request, replace: bool, may_skip: bool) -> State:
         request_file, state_file = self.path / "request.json", self.path / "state.json"
         old_request = _read(request_file, Request)
-        # without its corpus folder the work was published, and the publishing process was killed before cleaning up
-        state = _read(state_file, State) if old_request is not None and self.corpus.is_dir() else None
+        # without its corpus folder the work was published, and the publishing process was killed
+        # before cleaning up
+        state = None
+        if old_request is not None and self.corpus.is_dir():
+            state = _read(state_file, State)
         if state is not None and ReadPosition(*state.place) == BEGINNING:
             state = None
         if old_request is not None and state is not None:
@@ -133,7 +143,9 @@ class WorkFolder:
         self.corpus.mkdir(exist_ok=True)
         return state
 
-    def _obstacle(self, out: Path, old_request: Request, request: Request, state: State, may_skip: bool) -> str:
+    def _obstacle(
+        self, out: Path, old_request: Request, request: Request, state: State, may_skip: bool
+    ) -> str:
         """Return the reason why the preparation cannot be resumed; empty if it can."""
         place = ReadPosition(*state.place)
         num_read = place.file + (place.position > 0)  # files read in full or in part
@@ -141,19 +153,19 @@ class WorkFolder:
         if changes:
             return (
                 f"{out} is half prepared from something else:\n{describe_changes(changes)}\n"
-                f"restore it to continue, name another folder, or start over with --replace"
+                "restore it to continue, name another folder, or start over with --replace"
             )
         for path, size in self._sizes(state).items():
             actual = path.stat().st_size if path.exists() else 0
             if actual < size:
                 return (
-                    f"{path} has {actual:,} bytes where {size:,} were written: something else has changed it. Start "
-                    f"over with --replace"
+                    f"{path} has {actual:,} bytes where {size:,} were written: something else has"
+                    " changed it. Start over with --replace"
                 )
         if state.skipped and not may_skip:
             return (
-                f"{state.skipped:,} broken records were left out so far: give --skip-broken again to continue, or "
-                f"start over with --replace"
+                f"{state.skipped:,} broken records were left out so far: give --skip-broken again"
+                " to continue, or start over with --replace"
             )
         return ""
 
@@ -171,10 +183,16 @@ class WorkFolder:
         return sizes
 
     def append(
-        self, split: str, tokens: NDArray[Any], lengths: NDArray[np.int64], counts: NDArray[np.uint8] | None
+        self,
+        split: str,
+        tokens: NDArray[Any],
+        lengths: NDArray[np.int64],
+        counts: NDArray[np.uint8] | None,
     ) -> None:
         """Append whole documents to the files of a split."""
-        self._streams[self.file_of(split, "bin")].write(np.ascontiguousarray(tokens, self.dtype).tobytes())
+        self._streams[self.file_of(split, "bin")].write(
+            np.ascontiguousarray(tokens, self.dtype).tobytes()
+        )
         self._streams[self.file_of(split, "lengths")].write(lengths.astype(np.int32).tobytes())
         if self.has_mask:
             assert counts is not None and len(counts) == len(tokens)
@@ -211,13 +229,17 @@ class WorkFolder:
 
 
 def begun_request(out: Path) -> Request | None:
-    """Return the request of the preparation of ``out`` that an earlier call has begun; None if there is none."""
+    """Return the request of the preparation of ``out`` that an earlier call has begun;
+    None if there is none.
+    """
     request: Request | None = _read(_work_path(out) / "request.json", Request)
     return request
 
 
 def requested_files(files: Sequence[InputFile]) -> list[File]:
-    """Return the input files as a request stores them; bytes of a name that are not UTF-8 become ``\\xff``."""
+    """Return the input files as a request stores them;
+    bytes of a name that are not UTF-8 become ``\\xff``.
+    """
     names = [os.fsencode(file.path).decode("utf-8", "backslashreplace") for file in files]
     return [
         File(path=name, num_bytes=file.num_bytes, mtime_ns=file.mtime_ns)
@@ -249,7 +271,9 @@ def _take_lock(path: Path) -> FileLock:
         is_ours = lock.take()
     if not is_ours:
         lock.close()
-        raise DataError("MW-DATA-085", f"another process is preparing here ({path}): wait for it, or end it")
+        raise DataError(
+            "MW-DATA-085", f"another process is preparing here ({path}): wait for it, or end it"
+        )
     return lock
 
 

@@ -1,7 +1,9 @@
-"""Ordered map over forked worker processes, with a bounded number of results in flight and no orphans.
+"""Ordered map over forked worker processes,
+with a bounded number of results in flight and no orphans.
 
-A killed worker raises an error that names its signal. When the parent dies for any reason, the workers' pipes end and
-they exit. multiprocessing's own pools hang in the first case and leave orphans in the second.
+A killed worker raises an error that names its signal. When the parent dies for any reason, the
+workers' pipes end and they exit. multiprocessing's own pools hang in the first case and leave
+orphans in the second.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def ordered_map(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield (item, function(item)) for each item, in order.
 
-    With one worker the function runs in this process; more workers are forked at the first ``next``.
+    With one worker the function runs in this process; more workers are forked at the first
+    ``next``.
 
     Raises:
         UserError: the error of the first item, in order, for which the function raised.
@@ -44,7 +47,11 @@ def ordered_map(
         done: dict[int, Result | BaseException] = {}
         num_yielded = 0
         while True:
-            while workers.idle and len(in_flight) < ITEMS_IN_FLIGHT * num_workers and (entry := next(remaining, None)):
+            while (
+                workers.idle
+                and len(in_flight) < ITEMS_IN_FLIGHT * num_workers
+                and (entry := next(remaining, None))
+            ):
                 number, item = entry
                 in_flight[number] = item
                 workers.send(number, item)
@@ -63,7 +70,9 @@ def ordered_map(
 
 
 class _Workers:
-    """Forked workers with a pipe each. A worker has one item at a time, so that no two ends block in a send."""
+    """Forked workers with a pipe each. A worker has one item at a time,
+    so that no two ends block in a send.
+    """
 
     def __init__(self, function: Callable[[Any], Any], size: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -72,7 +81,9 @@ class _Workers:
         for _ in range(size):
             parent_end, worker_end = context.Pipe()
             inherited = [*self.processes, parent_end]
-            process = context.Process(target=_work, args=(function, worker_end, inherited), daemon=True)
+            process = context.Process(
+                target=_work, args=(function, worker_end, inherited), daemon=True
+            )
             process.start()
             worker_end.close()
             self.processes[parent_end] = process
@@ -105,11 +116,14 @@ class _Workers:
         process = self.processes[pipe]
         process.join(5)
         code = process.exitcode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"gone (exit code {code})"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        else:
+            how = f"gone (exit code {code})"
         return DataError(
             "MW-DATA-086",
-            f"a worker was {how}: was there memory for {len(self.processes)} of them? The same command resumes, "
-            f"also with fewer --workers",
+            f"a worker was {how}: was there memory for {len(self.processes)} of them? The same"
+            " command resumes, also with fewer --workers",
         )
 
     def terminate(self) -> None:
@@ -122,10 +136,13 @@ class _Workers:
 
 
 def _work(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
-    """Run a worker. ``inherited``: pipe ends of the parent and of other workers, copied by the fork; closed here."""
+    """Run a worker. ``inherited``: pipe ends of the parent and of other workers,
+    copied by the fork; closed here.
+    """
     for other in inherited:
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent stops the workers
+    # Ctrl-C reaches every process: the parent stops the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
         try:

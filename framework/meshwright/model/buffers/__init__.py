@@ -1,6 +1,7 @@
 """Buffers of a model that a training forward changes.
 
-:mod:`.running` finds, casts and lists them; :mod:`.step_state` combines them over the micro-batches of a step.
+:mod:`.running` finds, casts and lists them; :mod:`.step_state` combines them over the micro-batches
+of a step.
 """
 
 from meshwright.model.buffers.running import INSTEAD as INSTEAD

@@ -1,4 +1,6 @@
-"""Running buffers of a model, those that a training forward changes (BatchNorm's statistics): search, cast, values."""
+"""Running buffers of a model, those that a training forward changes (BatchNorm's statistics):
+search, cast, values.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from meshwright.model.build import meta_copy
 from meshwright.model.requirements import REPEATED
 
 INSTEAD = (
-    "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
-    "which takes the statistics of its micro-batch"
+    "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with"
+    " track_running_stats=False, which takes the statistics of its micro-batch"
 )
 
 
@@ -24,14 +26,17 @@ class BufferWatch:
     def __init__(self, layers: nn.Module) -> None:
         self._layers = layers
         self._before = {
-            name: (buffer, buffer._version) for name, buffer in layers.named_buffers(remove_duplicate=False)
+            name: (buffer, buffer._version)
+            for name, buffer in layers.named_buffers(remove_duplicate=False)
         }
 
     def changed(self) -> list[str]:
-        """Return the names of the buffers that were changed or replaced since construction, and of their neighbours.
+        """Return the names of the buffers that were changed or replaced since construction,
+        and of their neighbours.
 
-        All buffers of a module with a changed one are listed, because torch's BatchNorm raises the version counter of
-        only one of its three. Changes under ``if not x.is_meta`` are not detected on meta.
+        All buffers of a module with a changed one are listed, because torch's BatchNorm raises the
+        version counter of only one of its three. Changes under ``if not x.is_meta`` are not
+        detected on meta.
         """
         after = dict(self._layers.named_buffers(remove_duplicate=False))
         owners = {
@@ -45,7 +50,8 @@ class BufferWatch:
 
 
 def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
-    """Return the names of the buffers that a training forward changes, found by one forward on meta.
+    """Return the names of the buffers that a training forward changes,
+    found by one forward on meta.
 
     See :class:`BufferWatch`. ``inputs``: inputs of one micro-batch, on meta.
     """
@@ -66,13 +72,16 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
-    """Return whether a sample's outputs or gradients depend on others of its micro-batch, from types and buffers.
+    """Return whether a sample's outputs or gradients depend on others of its micro-batch,
+    from types and buffers.
 
-    A module may declare it: ``couples_samples = True``, as a router with a batch loss does. Step sums couple none.
+    A module may declare it: ``couples_samples = True``, as a router with a batch loss does. Step
+    sums couple none.
     """
     coupling = any(not has_step_sums(owner_of(layers, name)) for name in running)
     return coupling or any(
-        (isinstance(module, BatchNorm) and module.training) or getattr(module, "couples_samples", False)
+        (isinstance(module, BatchNorm) and module.training)
+        or getattr(module, "couples_samples", False)
         for module in layers.modules()
     )
 
@@ -96,25 +105,37 @@ def cast_model(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype
 
 
 def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Cast floating-point parameters to the training dtype, in place. Constant buffers keep their dtype."""
+    """Cast floating-point parameters to the training dtype, in place.
+    Constant buffers keep their dtype.
+    """
     for parameter in layers.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
-    """Cast floating-point running buffers, in place, to the training dtype unless their own is wider."""
+    """Cast floating-point running buffers, in place,
+    to the training dtype unless their own is wider.
+    """
     for name in running:
         owner, _, attribute = name.rpartition(".")
         buffer = layers.get_buffer(name)
         if buffer.is_floating_point():
-            layers.get_submodule(owner)._buffers[attribute] = buffer.to(torch.promote_types(buffer.dtype, dtype))
+            layers.get_submodule(owner)._buffers[attribute] = buffer.to(
+                torch.promote_types(buffer.dtype, dtype)
+            )
 
 
 def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Cast the constant statistics of norms in eval mode to the training dtype; torch's kernels take no other."""
+    """Cast the constant statistics of norms in eval mode to the training dtype;
+    torch's kernels take no other.
+    """
     for module in layers.modules():
-        if isinstance(module, BatchStatistics) and not module.training and module.track_running_stats:
+        if (
+            isinstance(module, BatchStatistics)
+            and not module.training
+            and module.track_running_stats
+        ):
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)

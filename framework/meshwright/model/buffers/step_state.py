@@ -1,19 +1,23 @@
-"""Step state of a model: buffers that are a function of all micro-batches of a step, the same in every layout.
+"""Step state of a model: buffers that are a function of all micro-batches of a step,
+the same in every layout.
 
 Two kinds of modules have such buffers:
 
     step sums       a module with ``step_sums``, names of buffers to which a training forward only adds, and
-                    ``end_step()``, called once after each optimizer step, when these buffers hold the sums over the
-                    global batch. It updates the module's other buffers and zeroes the sums.
+                    ``end_step()``, called once after each optimizer step, when these buffers hold
+                    the sums over the global batch. It updates the module's other buffers and zeroes
+                    the sums.
     statistics      torch's BatchNorm. Its running statistics decay once per micro-batch: r <- (1 - m) r + m s. The
-                    result after all micro-batches of the global batch, in the order of their samples, is a weighted sum
-                    over the replicas.
+                    result after all micro-batches of the global batch, in the order of their
+                    samples, is a weighted sum over the replicas.
 
-NOTE [statistics over replicas]: replica d of D runs c micro-batches, from r to r_d = a^c r + own terms, a = 1 - m. One
-process would run all of them in the order of the replicas, and end at a^(Dc) r + sum over d of a^((D-1-d)c) (r_d - a^c
-r). Nothing else is exchanged: batch statistics are those of one micro-batch, whose size is part of the model.
+NOTE [statistics over replicas]: replica d of D runs c micro-batches, from r to r_d = a^c r + own
+terms, a = 1 - m. One process would run all of them in the order of the replicas, and end at a^(Dc)
+r + sum over d of a^((D-1-d)c) (r_d - a^c r). Nothing else is exchanged: batch statistics are those
+of one micro-batch, whose size is part of the model.
 
-The sums travel in the vector that the step all-reduces anyway, as float64: exact for integers below 2^53.
+The sums travel in the vector that the step all-reduces anyway, as float64: exact for integers below
+2^53.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def has_step_sums(module: nn.Module) -> bool:
 
 
 def is_saved(layers: nn.Module, name: str) -> bool:
-    """Return whether checkpoints hold a running buffer: all but step sums that are not persistent, zero between steps.
+    """Return whether checkpoints hold a running buffer: all but step sums that are not persistent,
+    zero between steps.
 
     ``register_buffer(..., persistent=False)`` declares it.
     """
@@ -56,17 +61,24 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def counters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the buffers of one module that a forward must change once per micro-batch."""
+    """Return the names of the buffers of one module that a forward must change once
+    per micro-batch.
+    """
     return STATISTICS if has_statistics(module) else tuple(getattr(module, "step_sums", ()))
 
 
 class SpareCounters:
-    """Spare buffers for the forwards of a recompute (activation checkpointing), which must count nothing."""
+    """Spare buffers for the forwards of a recompute (activation checkpointing),
+    which must count nothing.
+    """
 
     def __init__(self, layers: nn.Module) -> None:
-        counting = [(module, counters_of(module)) for module in layers.modules() if counters_of(module)]
+        counting = [
+            (module, counters_of(module)) for module in layers.modules() if counters_of(module)
+        ]
         self._spare = [
-            (module, {name: module.get_buffer(name).clone() for name in names}) for module, names in counting
+            (module, {name: module.get_buffer(name).clone() for name in names})
+            for module, names in counting
         ]
 
     @contextmanager
@@ -87,14 +99,21 @@ class StepState:
 
     Args:
         layers: all layers of the model; those of other stages may be on meta.
-        running: names of all buffers that forward changes, in an order that is the same on all ranks.
+        running: names of all buffers that forward changes, in an order that is the same on all
+            ranks.
         own: names of this rank's layers.
         replica: (index, number) of this rank's replica, dp x cp of them.
-        adds: False on ranks whose sums another rank has too (tensor parallelism without sequence parallelism).
+        adds: False on ranks whose sums another rank has too (tensor parallelism without sequence
+            parallelism).
     """
 
     def __init__(
-        self, layers: nn.Sequential, running: Iterable[str], own: Iterable[str], replica: tuple[int, int], adds: bool
+        self,
+        layers: nn.Sequential,
+        running: Iterable[str],
+        own: Iterable[str],
+        replica: tuple[int, int],
+        adds: bool,
     ) -> None:
         self._layers, self._adds = layers, adds
         self._replica, self._num_replicas = replica
@@ -104,9 +123,13 @@ class StepState:
         self._slots = {name: tuple(layers.get_buffer(name).shape) for name in summed}
         self.size = sum(torch.Size(shape).numel() for shape in self._slots.values())
         """Number of elements that this state adds to the vector that a step all-reduces."""
-        modules = [module for name, module in layers.named_modules() if name.partition(".")[0] in mine]
+        modules = [
+            module for name, module in layers.named_modules() if name.partition(".")[0] in mine
+        ]
         self._ending: list[Any] = [module for module in modules if has_step_sums(module)]
-        self._scaled: list[Any] = [module for module in modules if hasattr(module, "gradient_scale")]
+        self._scaled: list[Any] = [
+            module for module in modules if hasattr(module, "gradient_scale")
+        ]
         self._before: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
         """Sums over the global batch of the last step, float64, by name: those of all stages."""
@@ -117,7 +140,9 @@ class StepState:
         return tuple(self._slots)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return all running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
+        """Return all running buffers of this rank's stages by name, as they are now.
+        Equal on every tp rank.
+        """
         return {name: self._layers.get_buffer(name) for name in self._own}
 
     def step_sums(self) -> dict[str, Tensor]:
@@ -136,7 +161,9 @@ class StepState:
         return attribute in getattr(module, "step_sums", ())
 
     def begin(self, scale: float) -> None:
-        """Begin a step. ``scale``: gradient of each loss, which modules that add losses read as ``gradient_scale``."""
+        """Begin a step. ``scale``: gradient of each loss,
+        which modules that add losses read as ``gradient_scale``.
+        """
         self._before = {name: self._layers.get_buffer(name).clone() for name in self._own}
         for module in self._scaled:
             module.gradient_scale = scale
@@ -146,7 +173,10 @@ class StepState:
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
         for name, shape in self._slots.items():
             is_mine = self._adds and name in self._before
-            part = self._term(name) if is_mine else torch.zeros(shape, dtype=torch.float64, device=device)
+            if is_mine:
+                part = self._term(name)
+            else:
+                part = torch.zeros(shape, dtype=torch.float64, device=device)
             parts.append(part.reshape(-1))
         return torch.cat(parts)
 
@@ -166,7 +196,9 @@ class StepState:
         return decay ** (self._num_replicas - 1 - self._replica) * (now - decay * before)
 
     def split_off(self, vector: Tensor) -> Tensor:
-        """Store the sums, the last ``size`` elements of a step's all-reduced vector; return the other elements."""
+        """Store the sums, the last ``size`` elements of a step's all-reduced vector;
+        return the other elements.
+        """
         rest, mine = vector[: vector.numel() - self.size], vector[vector.numel() - self.size :]
         sizes = [torch.Size(shape).numel() for shape in self._slots.values()]
         parts = zip(self._slots.items(), torch.split(mine, sizes), strict=True)

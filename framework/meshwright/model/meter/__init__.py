@@ -1,4 +1,6 @@
-"""Meter of a model's operations: FLOPs, bytes and time (:mod:`.counting`), over one recorder (:mod:`.recorder`)."""
+"""Meter of a model's operations: FLOPs, bytes and time (:mod:`.counting`),
+over one recorder (:mod:`.recorder`).
+"""
 
 from meshwright.model.meter.counting import AttentionKernel as AttentionKernel
 from meshwright.model.meter.counting import FusedAttentionMode as FusedAttentionMode

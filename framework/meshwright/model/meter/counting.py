@@ -25,13 +25,19 @@ class ReferenceDevice(NamedTuple):
     flops_per_s: float
     bytes_per_s: float
     fused: bool
-    """True if its attention kernel supports dropout and a mask that needs a gradient (torch's CPU kernel does not)."""
+    """True if its attention kernel supports dropout and a mask
+    that needs a gradient (torch's CPU kernel does not).
+    """
 
 
 MATMUL_SHARE, MEMORY_SHARE = 0.65, 0.85
-"""Shares of an H100's peaks that large matrix products and elementwise kernels commonly reach; not measured here."""
+"""Shares of an H100's peaks that large matrix products and elementwise kernels commonly reach;
+not measured here.
+"""
 H100_FLOPS = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12}
-"""Dense peak FLOP/s without TF32, torch's default (H100 SXM data sheet; float64 on tensor cores)."""
+"""Dense peak FLOP/s without TF32, torch's default (H100 SXM data sheet;
+float64 on tensor cores).
+"""
 H100_BYTES_PER_S = 3.35e12
 CPU_FLOPS = {"bfloat16": 180e9, "float16": 180e9, "float32": 80e9, "float64": 38e9}
 CPU_BYTES_PER_S = 20e9
@@ -39,10 +45,15 @@ CPU_BYTES_PER_S = 20e9
 
 
 def reference(device: str, dtype: str) -> ReferenceDevice:
-    """Return the reference device for balancing a run's layers, from ``train.device`` and ``train.dtype`` alone."""
+    """Return the reference device for balancing a run's layers,
+    from ``train.device`` and ``train.dtype`` alone.
+    """
     if is_meant_for_gpu(device, dtype):
         return ReferenceDevice(
-            f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True
+            f"an H100 in {dtype}",
+            MATMUL_SHARE * H100_FLOPS[dtype],
+            MEMORY_SHARE * H100_BYTES_PER_S,
+            True,
         )
     return ReferenceDevice(f"a CPU core in {dtype}", CPU_FLOPS[dtype], CPU_BYTES_PER_S, False)
 
@@ -51,7 +62,9 @@ class OperationCost(NamedTuple):
     """Cost of a set of operations."""
 
     flops: float = 0.0
-    """FLOPs of matrix products, convolutions and attention (full, not causal); a multiply-add counts two."""
+    """FLOPs of matrix products, convolutions and attention (full, not causal);
+    a multiply-add counts two.
+    """
     bytes: float = 0.0
     """Bytes read and written, summed over operations; no caching between them."""
     time_s: float = 0.0
@@ -62,7 +75,9 @@ class OperationCost(NamedTuple):
 
 def causal_share(costs: Sequence[OperationCost]) -> float:
     """Return the share of the FLOPs, 0..1, that is left if causal attention counts half."""
-    return 1.0 - sum(cost.masked_flops for cost in costs) / max(1.0, sum(cost.flops for cost in costs))
+    return 1.0 - sum(cost.masked_flops for cost in costs) / max(
+        1.0, sum(cost.flops for cost in costs)
+    )
 
 
 class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
@@ -73,7 +88,9 @@ class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
         self.by = by
         self.count = OperationCost()
 
-    def add(self, flops: float, num_bytes: float, done_share: float = 1.0, shape: object = None) -> None:
+    def add(
+        self, flops: float, num_bytes: float, done_share: float = 1.0, shape: object = None
+    ) -> None:
         """Count one operation.
 
         Args:
@@ -83,7 +100,10 @@ class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
         time_s = max(flops * done_share / self.by.flops_per_s, num_bytes / self.by.bytes_per_s)
         count, masked_flops = self.count, flops * (1.0 - done_share)
         self.count = OperationCost(
-            count.flops + flops, count.bytes + num_bytes, count.time_s + time_s, count.masked_flops + masked_flops
+            count.flops + flops,
+            count.bytes + num_bytes,
+            count.time_s + time_s,
+            count.masked_flops + masked_flops,
         )
 
     def record(self, operation: Operation) -> None:
@@ -92,9 +112,11 @@ class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Function mode that treats ``F.scaled_dot_product_attention`` as one operation, as on a real device.
+    """Function mode that treats ``F.scaled_dot_product_attention`` as one operation,
+    as on a real device.
 
-    On meta torch would decompose it into products and a softmax over S x S scores that no fused kernel ever writes.
+    On meta torch would decompose it into products and a softmax over S x S scores that no fused
+    kernel ever writes.
     """
 
     def __init__(self, by: ReferenceDevice, forward: Meter, backward: Meter) -> None:
@@ -118,7 +140,9 @@ class FusedAttentionMode(TorchFunctionMode):
     ) -> Tensor:
         needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
         if needs_more and not self.by.fused:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **rest
+            )
         kernel = AttentionKernel(self.forward.add, self.backward.add, is_causal)
         return fused_attention(kernel, query, key, value, attn_mask)
 
@@ -143,12 +167,15 @@ class AttentionKernel(NamedTuple):
     """(query, value) -> an empty output."""
 
 
-def fused_attention(kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Count fused attention without computing it: two products in forward, five in backward, which recomputes.
+def fused_attention(
+    kernel: AttentionKernel, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Count fused attention without computing it: two products in forward, five in backward,
+    which recomputes.
 
-    query (B, H, Sq, d_qk), key (B, H, Skv, d_qk), value (B, H, Skv, d_v) -> empty (B, H, Sq, d_v). FLOPs: 2 B H Sq Skv
-    (d_qk + d_v), times 5/2 in backward, as in torch's own formulas. It keeps its inputs, its output and one number per
-    row of scores (float32 or wider), as the kernel does.
+    query (B, H, Sq, d_qk), key (B, H, Skv, d_qk), value (B, H, Skv, d_v) -> empty (B, H, Sq, d_v).
+    FLOPs: 2 B H Sq Skv (d_qk + d_v), times 5/2 in backward, as in torch's own formulas. It keeps
+    its inputs, its output and one number per row of scores (float32 or wider), as the kernel does.
     """
     return _FusedAttention.apply(kernel, query, key, value, mask)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -159,7 +186,9 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, _ = tensors
         assert query is not None and key is not None and value is not None
         output = kernel.new_output(query, value)
-        row_sums = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
+        row_sums = query.new_empty(
+            query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32)
+        )
         num_keys = key.shape[-2] * kernel.context
         flops = 2.0 * math.prod(query.shape[:-1]) * num_keys * (query.shape[-1] + value.shape[-1])
         num_bytes = sum(stored_bytes(t) for t in tensors if t is not None) + stored_bytes(output)
@@ -175,4 +204,10 @@ class _FusedAttention(torch.autograd.Function):
         ctx.count()
         given = ctx.saved_tensors[:-2]
         wanted = ctx.needs_input_grad[1:]
-        return (None, *(torch.empty_like(t) if needs else None for t, needs in zip(given, wanted, strict=True)))
+        return (
+            None,
+            *(
+                torch.empty_like(t) if needs else None
+                for t, needs in zip(given, wanted, strict=True)
+            ),
+        )

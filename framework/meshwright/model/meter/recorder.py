@@ -24,12 +24,24 @@ from torch.utils.flop_counter import flop_registry
 from meshwright.model.meter.shape_cache import MAX_KNOWN, KnownResult, describe_result, key_of
 
 aten = torch.ops.aten
-PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
-"""Gather operations -> position of the argument gathered from, of which as many bytes are read as written."""
+PICKS = {
+    aten.embedding: 0,
+    aten.index_select: 0,
+    aten.gather: 0,
+    aten.index: 0,
+    aten.nll_loss_forward: 0,
+}
+"""Gather operations -> position of the argument gathered from,
+of which as many bytes are read as written.
+"""
 NOT_READ = {aten.nll_loss_backward: 1, aten.copy_: 0, aten.fill_: 0, aten.zero_: 0}
-"""Operations -> position of an argument that is not read: it is overwritten, or only its shape is used."""
+"""Operations -> position of an argument that is not read: it is overwritten,
+or only its shape is used.
+"""
 SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-"""In-place operations that read and write as many bytes of the changed tensor as their other arguments have."""
+"""In-place operations that read and write as many bytes of the changed tensor
+as their other arguments have.
+"""
 
 
 class Operation(NamedTuple):
@@ -60,10 +72,13 @@ class Operation(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of a product, convolution or attention, by the formulas of torch's FlopCounterMode; otherwise 0."""
+        """FLOPs of a product, convolution or attention, by the formulas of torch's FlopCounterMode;
+        otherwise 0.
+        """
         if self.counted is not None:
             return self.counted[0]
-        if self.packet is aten._grouped_mm:  # torch has no formula: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
+        # torch has no formula: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
+        if self.packet is aten._grouped_mm:
             return float(2 * self.args[0].numel() * self.args[1].shape[-1])
         formula = flop_registry.get(self.packet)
         return float(formula(*self.args, **self.kwargs, out_val=self.result)) if formula else 0.0
@@ -79,14 +94,21 @@ class Operation(NamedTuple):
         changed: dict[int, float] = {}
         storages = set()
         for position, argument in enumerate(self.function._schema.arguments):
-            given = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
+            if position < len(self.args):
+                given = self.args[position]
+            else:
+                given = self.kwargs.get(argument.name)
             for tensor in _tensors(given):
                 storages.add(tensor.untyped_storage()._cdata)
                 if NOT_READ.get(packet) != position and not argument.is_out:
                     read[id(tensor)] = stored_bytes(tensor)
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     changed[id(tensor)] = stored_bytes(tensor)
-        written = sum(stored_bytes(t) for t in _tensors(self.result) if t.untyped_storage()._cdata not in storages)
+        written = sum(
+            stored_bytes(t)
+            for t in _tensors(self.result)
+            if t.untyped_storage()._cdata not in storages
+        )
         if name.removeprefix("new_").startswith("empty") or not (written or changed):
             return 0.0
         if name.startswith("new_") or name.endswith("_like"):
@@ -106,7 +128,9 @@ def _tensors(values: Any) -> list[Tensor]:
 def stored_bytes(tensor: Tensor) -> float:
     """Return the bytes of the distinct elements in memory: an expanded dim counts once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return float(math.prod(size for size, stride in sizes if stride != 0 or size == 0) * tensor.itemsize)
+    return float(
+        math.prod(size for size, stride in sizes if stride != 0 or size == 0) * tensor.itemsize
+    )
 
 
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -130,7 +154,9 @@ _KNOWN: dict[Any, KnownResult | None] = {}
 
 
 def run_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
-    """Run an operation; on meta, return new tensors with the shapes of an equal earlier operation's result."""
+    """Run an operation; on meta, return new tensors with the shapes
+    of an equal earlier operation's result.
+    """
     key = key_of(function, args, kwargs)
     known = _KNOWN.get(key) if key is not None else None
     if known is not None:
@@ -140,19 +166,24 @@ def run_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op
         described = describe_result(function, args, kwargs, operation.result)
         if len(_KNOWN) >= MAX_KNOWN:
             _KNOWN.clear()
-        counted = described and described._replace(flops=operation.flops, num_bytes=operation.num_bytes)
+        counted = described and described._replace(
+            flops=operation.flops, num_bytes=operation.num_bytes
+        )
         _KNOWN[key] = counted
     return operation
 
 
 class StorageRegistry:
-    """Numbers of live storages: views share one, and no number is reused for a later storage at the same address."""
+    """Numbers of live storages: views share one,
+    and no number is reused for a later storage at the same address.
+    """
 
     def __init__(self, on_release: Callable[[int], None], first_number: int = 0) -> None:
         """Create an empty registry.
 
         Args:
-            on_release: called with the number of a storage when its last tensor is gone; may not keep the caller alive.
+            on_release: called with the number of a storage when its last tensor is gone; may not
+                keep the caller alive.
         """
         self._on_release = on_release
         self._next_number = first_number

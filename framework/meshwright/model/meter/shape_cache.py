@@ -1,9 +1,11 @@
-"""Results of operations on the meta device by the shapes of their arguments: an equal operation is not run again.
+"""Results of operations on the meta device by the shapes of their arguments:
+an equal operation is not run again.
 
     func, arguments -> key        operator, shapes, strides, dtypes, numbers, and which arguments are one tensor
     key known       -> result     empty tensors with the shapes of the first result, or the argument changed in place
 
-torch computes most meta shapes in Python, and profiles of layers repeat the same operations thousands of times.
+torch computes most meta shapes in Python, and profiles of layers repeat the same operations
+thousands of times.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ import torch
 from torch import Tensor
 
 MAX_KNOWN = 200_000
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class ResultSpec(NamedTuple):
@@ -55,7 +67,11 @@ def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the key of an operation; None if its arguments do not determine its result."""
     seen: dict[int, int] = {}
     try:
-        return func, _key(args, seen), tuple([(name, _key(value, seen)) for name, value in kwargs.items()])
+        return (
+            func,
+            _key(args, seen),
+            tuple([(name, _key(value, seen)) for name, value in kwargs.items()]),
+        )
     except Unknown:
         return None
 
@@ -72,14 +88,26 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
     raise Unknown
 
 
-def describe_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> KnownResult | None:
-    """Describe a result that is new, or the first argument changed in place; None for any other, such as a view."""
+def describe_result(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> KnownResult | None:
+    """Describe a result that is new, or the first argument changed in place; None for any other,
+    such as a view.
+    """
     arguments = func._schema.arguments
-    written = [at for at, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    written = [
+        at
+        for at, each in enumerate(arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
     if written:
-        return KnownResult(None, Tensor, 0.0, 0.0) if written == [0] and args and result is args[0] else None
+        if written == [0] and args and result is args[0]:
+            return KnownResult(None, Tensor, 0.0, 0.0)
+        return None
     outputs = [result] if isinstance(result, Tensor) else result
-    if not isinstance(outputs, (list, tuple)) or not all(each is None or type(each) is Tensor for each in outputs):
+    if not isinstance(outputs, (list, tuple)) or not all(
+        each is None or type(each) is Tensor for each in outputs
+    ):
         return None
     used = {storage for value in (*args, *kwargs.values()) for storage in _storages(value)}
     specs: list[ResultSpec | None] = []
@@ -94,7 +122,9 @@ def describe_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
             return None
         used.add(storage._cdata)
         specs.append(spec)
-    return KnownResult(tuple(specs), Tensor if isinstance(result, Tensor) else type(result), 0.0, 0.0)
+    return KnownResult(
+        tuple(specs), Tensor if isinstance(result, Tensor) else type(result), 0.0, 0.0
+    )
 
 
 def _storages(value: Any) -> set[int]:

@@ -1,4 +1,5 @@
-"""Planning of a pipeline on the meta device, before any process group exists: layers -> costs, stages and their shapes.
+"""Planning of a pipeline on the meta device, before any process group exists: layers -> costs,
+stages and their shapes.
 
 describe_model, ModelDescription      output and changed buffers of the model; checks that layers are self-contained
 model_costs, count_layers, LayerCost  FLOPs and bytes of each layer

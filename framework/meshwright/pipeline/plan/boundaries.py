@@ -17,14 +17,23 @@ from meshwright.pipeline.plan.standalone import LayerWatch
 from meshwright.pipeline.values import TensorSpec, ValueSpec, describe_value, shapes_of
 
 OF_SHARDS = (
-    ". The whole model runs; here its linears are split. Take lengths and numbers of heads from their outputs, "
-    "q.shape[1] and .view(B, S, -1, head_dim): under parallel.sequence a column linear gets S/tp tokens and returns S"
+    ". The whole model runs; here its linears are split. Take lengths and numbers of heads from"
+    " their outputs, q.shape[1] and .view(B, S, -1, head_dim): under parallel.sequence a column"
+    " linear gets S/tp tokens and returns S"
 )
-"""Hint for a layer that fails only with shards: describe_model has run the unsharded model without an error."""
+"""Hint for a layer that fails only with shards:
+describe_model has run the unsharded model without an error.
+"""
 
 
 TWO_DEVICES = (
-    *("expected device meta", "on the expected device", "on the same device", "in the same device", "two devices"),
+    *(
+        "expected device meta",
+        "on the expected device",
+        "on the same device",
+        "in the same device",
+        "two devices",
+    ),
     "to have meta Device",
 )
 """Words of torch's errors for an operation on tensors of several devices, here meta and CPU."""
@@ -33,10 +42,12 @@ TWO_DEVICES = (
 def describe_boundaries(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any
 ) -> tuple[list[ValueSpec], ValueSpec]:
-    """Return the spec of each stage's output to the next, and that of the last layer's output, by one forward on meta.
+    """Return the spec of each stage's output to the next, and that of the last layer's output,
+    by one forward on meta.
 
     Args:
-        layers: the full model with tensor parallelism applied: shapes are this rank's. It is copied and not changed.
+        layers: the full model with tensor parallelism applied: shapes are this rank's. It is copied
+            and not changed.
         inputs: inputs of one micro-batch, on meta.
 
     Raises:
@@ -46,9 +57,14 @@ def describe_boundaries(
 
 
 def run_on_meta(
-    layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None, hint: str = ""
+    layers: nn.Sequential,
+    stages: Sequence[range],
+    inputs: Any,
+    watch: LayerWatch | None = None,
+    hint: str = "",
 ) -> tuple[list[ValueSpec], ValueSpec]:
-    """Return the specs of :func:`describe_boundaries`. Equal layers with equal inputs run once per process.
+    """Return the specs of :func:`describe_boundaries`.
+    Equal layers with equal inputs run once per process.
 
     Args:
         layers: a :func:`meta_copy`; forward may replace its running buffers.
@@ -57,8 +73,8 @@ def run_on_meta(
         hint: end of the message for a layer that fails on its input's shape.
 
     Raises:
-        ModelError: a layer cannot take the previous layer's output (both are named), branches on values that do not
-            exist yet, or overwrites its input.
+        ModelError: a layer cannot take the previous layer's output (both are named), branches on
+            values that do not exist yet, or overwrites its input.
     """
     value = inputs
     last_of_stage = {stage[-1] for stage in stages[:-1]}
@@ -79,9 +95,15 @@ def run_on_meta(
         except ModelError:
             raise
         except Exception as error:
-            failed = ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error, hint))
+            failed = ModelError(
+                "MW-PIPELINE-031", _cannot_take(where, previous, shapes, error, hint)
+            )
             raise joined([*(() if watch is None else watch.problems()), failed]) from error
-        overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
+        overwritten = [
+            leaf
+            for leaf, version in zip(received, versions, strict=True)
+            if leaf._version != version
+        ]
         if overwritten:
             raise ModelError("MW-PIPELINE-032", _overwrites(where, shapes_of(overwritten)))
         previous = f"layer {name}"
@@ -111,29 +133,43 @@ A search tries hundreds of layouts of one model, and a model has hundreds of lay
 
 
 def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
-    """Return ``layer(value)`` on meta, or a tensor like the output of an equal layer for an equal input."""
-    given, outline = tree_leaves(value), outline_of(layer)
-    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
-    if has_hooks or outline.is_passing or not _are_independent(given):
+    """Return ``layer(value)`` on meta, or a tensor like the output of an equal layer
+    for an equal input.
+    """
+    input_leaves, outline = tree_leaves(value), outline_of(layer)
+    has_hooks = any(
+        module._forward_hooks or module._forward_pre_hooks for module in layer.modules()
+    )
+    if has_hooks or outline.is_passing or not _are_independent(input_leaves):
         return layer(value)
-    positions = {id(leaf): position for position, leaf in reversed(list(enumerate(given)))}
-    same = tuple((positions[id(leaf)], leaf.is_leaf) for leaf in given)
+    positions = {id(leaf): position for position, leaf in reversed(list(enumerate(input_leaves)))}
+    same = tuple((positions[id(leaf)], leaf.is_leaf) for leaf in input_leaves)
     key = (outline, outline_of_value(value), same, torch.is_grad_enabled())
     if key in _LAYER_OUTPUTS:
         seen = _LAYER_OUTPUTS[key]
         return tree_unflatten(
-            [given[leaf] if isinstance(leaf, int) else _like(*leaf) for leaf in seen.leaves], seen.tree
+            [input_leaves[leaf] if isinstance(leaf, int) else _like(*leaf) for leaf in seen.leaves],
+            seen.tree,
         )
-    before = _versions(layer, given)
+    before = _versions(layer, input_leaves)
     output = layer(value)
     leaves, tree = tree_flatten(output)
-    if _versions(layer, given) == before and outline_of(layer) == outline and _are_independent(leaves):
+    if (
+        _versions(layer, input_leaves) == before
+        and outline_of(layer) == outline
+        and _are_independent(leaves)
+    ):
         _LAYER_OUTPUTS[key] = _LayerOutput(
             tree,
             tuple(
-                positions[id(leaf)]
-                if id(leaf) in positions
-                else (TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad), leaf.stride())
+                (
+                    positions[id(leaf)]
+                    if id(leaf) in positions
+                    else (
+                        TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad),
+                        leaf.stride(),
+                    )
+                )
                 for leaf in leaves
             ),
         )
@@ -147,7 +183,9 @@ def _are_independent(leaves: Sequence[Any]) -> bool:
 
 def _versions(layer: nn.Module, given: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return (id, write count) of every tensor that a forward could write into."""
-    return [(id(tensor), tensor._version) for tensor in (*layer.buffers(), *layer.parameters(), *given)]
+    return [
+        (id(tensor), tensor._version) for tensor in (*layer.buffers(), *layer.parameters(), *given)
+    ]
 
 
 def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
@@ -158,8 +196,9 @@ def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
 
 def _overwrites(where: str, shapes: str) -> str:
     return (
-        f"{where} overwrites, in place, a tensor {shapes} that its stage received: the stage before it may still be "
-        f"sending it, and a layer that it skips to would see other numbers. Write into a copy (inplace=False)"
+        f"{where} overwrites, in place, a tensor {shapes} that its stage received: the stage before"
+        " it may still be sending it, and a layer that it skips to would see other numbers. Write"
+        " into a copy (inplace=False)"
     )
 
 
@@ -170,18 +209,19 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception, hint:
         return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
     if any(words in text for words in TWO_DEVICES):
         return (
-            f"{where} mixes a tensor on a device of its own choice with its input: "
-            f"register it with register_buffer, or make it with device=x.device, so that it goes where the layer goes. "
-            f"torch says: {text.splitlines()[0]}"
+            f"{where} mixes a tensor on a device of its own choice with its input: register it with"
+            " register_buffer, or make it with device=x.device, so that it goes where the layer"
+            f" goes. torch says: {text.splitlines()[0]}"
         )
     if isinstance(error, NotImplementedError) and 'missing the required "forward"' in text:
         return f"{where} has no forward: write forward(self, x), or take it out of the Sequential"
     looks = ("meta tensor", "data-dependent", "numpy() on", "Cannot copy out of meta")
     if isinstance(error, NotImplementedError) or any(words in text for words in looks):
         return (
-            f"{where} reads values of its input (.item(), a Python `if` or a loop over values): its output "
-            f"would depend on data, and the stages must know shapes before any data comes. "
-            f"{_without_looking(text)}. torch says: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+            f"{where} reads values of its input (.item(), a Python `if` or a loop over values): its"
+            " output would depend on data, and the stages must know shapes before any data comes."
+            f" {_without_looking(text)}. torch says: {type(error).__name__}:"
+            f" {text.splitlines()[0] if text else ''}"
         )
     return (
         f"{where} cannot take what {previous} returns, shape {shapes} for one micro-batch: "
@@ -193,7 +233,8 @@ def _without_looking(text: str) -> str:
     """Return advice to replace an operation whose output's shape depends on values."""
     if "nonzero" in text:
         return (
-            "torch.where(mask) with one argument, mask.nonzero() and x[mask] return as many elements as the mask has: "
-            "use torch.where(mask, x, other), masked_fill or a product with the mask, which keep the shape"
+            "torch.where(mask) with one argument, mask.nonzero() and x[mask] return as many"
+            " elements as the mask has: use torch.where(mask, x, other), masked_fill or a product"
+            " with the mask, which keep the shape"
         )
     return "Use torch.where(condition, x, y) or a product with a mask, which keep the shape"

@@ -12,18 +12,20 @@ from torch import nn
 
 
 def generator_states(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return the states of Python's and numpy's generators, and of the generators that the layer's modules hold."""
+    """Return the states of Python's and numpy's generators,
+    and of the generators that the layer's modules hold.
+    """
     numpy = sys.modules.get("numpy")
-    found: dict[str, tuple[Any, ...]] = {"Python's random": random.getstate()}
+    states: dict[str, tuple[Any, ...]] = {"Python's random": random.getstate()}
     if numpy is not None:
-        found["numpy.random"] = _of_numpy(numpy.random.get_state())
+        states["numpy.random"] = _of_numpy(numpy.random.get_state())
     for module_name, module in layer.named_modules():
         for attribute, value in vars(module).items():
             for state in map(_state_of, _items(value)):
                 if state is not None:
                     name = f"its own generator {f'{module_name}.{attribute}'.lstrip('.')}"
-                    found[name] = (*found.get(name, ()), state)
-    return found
+                    states[name] = (*states.get(name, ()), state)
+    return states
 
 
 def _of_numpy(state: Any) -> tuple[Any, ...]:

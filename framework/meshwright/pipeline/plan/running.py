@@ -10,11 +10,10 @@ any other buffer           one replica, no recompute: nothing combines two repli
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 from torch import nn
 
-from meshwright.config import RunConfig
+from meshwright.config import Parallel
 from meshwright.errors import ModelError
 from meshwright.model.buffers import (
     INSTEAD,
@@ -26,27 +25,38 @@ from meshwright.model.buffers import (
     step_sum_problem,
 )
 from meshwright.model.build import PlainModel
+from meshwright.placement.patterns import enclosing, entries_for, matching
 from meshwright.schedule.action import Kind, Schedule
 
 WHOLE = ("router", "replicate", "experts")
-"""Kinds of the sharding plan that leave the features of a module's input whole; with ep > 1 experts get other rows."""
+"""Kinds of the sharding plan that leave the features of a module's input whole;
+with ep > 1 experts get other rows.
+"""
 
 
 def check_running(
-    config: RunConfig, model: PlainModel, running: Iterable[str], schedule: Schedule, recomputed: Iterable[str]
+    parallel: Parallel,
+    dtype: str,
+    model: PlainModel,
+    running: Iterable[str],
+    schedule: Schedule,
+    recomputed: Iterable[str],
 ) -> None:
     """Raise :class:`ModelError` where running buffers would differ from those of one process.
 
-    ``recomputed``: names of the layers, and of parts of layers, with activation checkpointing (recompute).
+    Args:
+        dtype: ``train.dtype``.
+        recomputed: names of the layers, and of parts of layers, with activation checkpointing
+            (recompute).
     """
-    layers, parallel, dtype = model.layers, config.parallel, config.train.dtype
+    layers = model.layers
     for name in running:
         owner = owner_of(layers, name)
         if is_reused(layers, name):
             raise ModelError(
                 "MW-PIPELINE-044",
-                f"{name} changes in forward, and its module is at several places of the model: each stage would keep "
-                f"another. Give each place a module of its own, or {INSTEAD}",
+                f"{name} changes in forward, and its module is at several places of the model: each"
+                f" stage would keep another. Give each place a module of its own, or {INSTEAD}",
             )
         if has_step_sums(owner):
             _check_step_sums(model, owner, name.rpartition(".")[0], parallel.ep)
@@ -54,91 +64,111 @@ def check_running(
         layer_name, _, inside = name.partition(".")
         layer = f"layer {layer_name} ({type(layers.get_submodule(layer_name)).__name__})"
         what = f"{layer} changes its buffer {inside} in forward"
-        _check_replicas(config, owner, what)
+        _check_replicas(parallel, owner, what)
         if parallel.sequence:
             raise ModelError(
                 "MW-PIPELINE-010",
-                f"{what}, and under sequence parallelism each rank sees a part of the sequence: set parallel.sequence "
-                f"= false, or {INSTEAD}",
+                f"{what}, and under sequence parallelism each rank sees a part of the sequence: set"
+                f" parallel.sequence = false, or {INSTEAD}",
             )
         parts = [part for part, _ in layers.named_modules() if part.partition(".")[0] == layer_name]
-        split = [part for part in parts if any(fnmatchcase(part, pattern) for pattern in model.plan)]
+        split = matching(model.plan, parts)
         if parallel.tp > 1 and split:
             raise ModelError(
                 "MW-PIPELINE-011",
-                f"{what}, and {split[0]} of the same layer is split over parallel.tp = {parallel.tp}: each rank would "
-                f"keep another. Put what is split into a layer of its own, or {INSTEAD}",
+                f"{what}, and {split[0]} of the same layer is split over parallel.tp ="
+                f" {parallel.tp}: each rank would keep another. Put what is split into a layer of"
+                f" its own, or {INSTEAD}",
             )
         inner = next((part for part in recomputed if f"{name}.".startswith(f"{part}.")), None)
         if inner is not None and not has_statistics(owner):
             raise ModelError(
                 "MW-PIPELINE-012",
-                f"{what}, and pipeline.recompute computes {inner} again in backward: each micro-batch would count "
-                f'twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute = "none", or {INSTEAD}',
+                f"{what}, and pipeline.recompute computes {inner} again in backward: each"
+                " micro-batch would count "
+                "twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute ="
+                f' "none", or {INSTEAD}',
             )
         if dtype in ("bfloat16", "float16") and keeps_statistics(owner):
             raise ModelError(
                 "MW-PIPELINE-013",
-                f"{what}: its statistics stay float32, since sums of thousands of steps do, and torch's kernels do not "
+                f"{what}: its statistics stay float32, since sums of thousands of steps do, and"
+                " torch's kernels do not "
                 f'take them beside parameters in {dtype}: set train.dtype = "float32", or '
                 f"{INSTEAD}",
             )
         _check_order(schedule, what)
 
 
-def _check_replicas(config: RunConfig, owner: nn.Module, what: str) -> None:
-    """Raise :class:`ModelError` unless the buffers of a module can be combined over the replicas of the layout."""
-    parallel = config.parallel
+def _check_replicas(parallel: Parallel, owner: nn.Module, what: str) -> None:
+    """Raise :class:`ModelError` unless the buffers of a module can be combined over the replicas of
+    the layout.
+    """
     if isinstance(owner, nn.SyncBatchNorm):
         raise ModelError(
             "MW-PIPELINE-040",
-            f"{what}: nn.SyncBatchNorm exchanges the statistics of a micro-batch over all processes, so that its size "
-            f"depends on the layout. Use nn.BatchNorm (statistics of a micro-batch of batch.micro_batch_size samples; "
-            f"the running statistics are those of all replicas)",
+            f"{what}: nn.SyncBatchNorm exchanges the statistics of a micro-batch over all"
+            " processes, so that its size depends on the layout. Use nn.BatchNorm (statistics of a"
+            " micro-batch of batch.micro_batch_size samples; the running statistics are those of"
+            " all replicas)",
         )
     if parallel.cp > 1 and has_statistics(owner):
         raise ModelError(
             "MW-PIPELINE-041",
-            f"{what}, and with parallel.cp = {parallel.cp} each rank has the statistics of its own tokens: set "
-            f"parallel.cp = 1, or {INSTEAD}",
+            f"{what}, and with parallel.cp = {parallel.cp} each rank has the statistics of its own"
+            f" tokens: set parallel.cp = 1, or {INSTEAD}",
         )
     if parallel.num_replicas > 1 and not has_statistics(owner):
         raise ModelError(
             "MW-PIPELINE-009",
-            f"{what}, and with parallel.dp = {parallel.dp} each replica would keep its own, of its own samples: "
-            f"set parallel.dp = 1 (pipelines of any length do), let forward only add to buffers named in step_sums "
-            f"(docs/models.md), or {INSTEAD}",
+            f"{what}, and with parallel.dp = {parallel.dp} each replica would keep its own, of its"
+            " own samples: set parallel.dp = 1 (pipelines of any length do), let forward only add"
+            f" to buffers named in step_sums (docs/models.md), or {INSTEAD}",
         )
 
 
 def _check_step_sums(model: PlainModel, owner: nn.Module, name: str, ep: int) -> None:
-    """Raise :class:`ModelError` for step sums that are declared wrongly, or inside a module that tp or ep splits."""
+    """Raise :class:`ModelError` for step sums that are declared wrongly,
+    or inside a module that tp or ep splits.
+    """
     problem = step_sum_problem(owner)
     if problem is not None:
         raise ModelError(
             "MW-PIPELINE-042",
-            f"{name} ({type(owner).__name__}): {problem}. Register the sums as buffers, and let end_step() use them "
-            f"and set them to zero",
+            f"{name} ({type(owner).__name__}): {problem}. Register the sums as buffers, and let"
+            " end_step() use them and set them to zero",
         )
-    parts = name.split(".")
-    around = [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
-    kinds = {part: kind for part in around for pattern, kind in model.plan.items() if fnmatchcase(part, pattern)}
-    split = next((part for part, kind in kinds.items() if kind not in WHOLE or (kind == "experts" and ep > 1)), None)
+    kinds = {
+        part: kind for part in (*enclosing(name), name) for kind in entries_for(part, model.plan)
+    }
+    split = next(
+        (
+            part
+            for part, kind in kinds.items()
+            if kind not in WHOLE or (kind == "experts" and ep > 1)
+        ),
+        None,
+    )
     if split is None:
         return
     if kinds[split] == "experts":
-        own = f"with parallel.ep = {ep} each rank would add rows of its own experts, whose ids it counts from 0"
+        reason = (
+            f"with parallel.ep = {ep} each rank would add rows of its own experts, whose ids it"
+            " counts from 0"
+        )
     else:
-        own = "each rank would add its own part of the features"
+        reason = "each rank would add its own part of the features"
     raise ModelError(
         "MW-PIPELINE-043",
-        f"{name} ({type(owner).__name__}) has step_sums, and sharding_plan splits {split}: {own}. Move the sums into a "
-        f"module that no pattern of the plan splits",
+        f"{name} ({type(owner).__name__}) has step_sums, and sharding_plan splits {split}: {reason}."
+        " Move the sums into a module that no pattern of the plan splits",
     )
 
 
 def _check_order(schedule: Schedule, what: str) -> None:
-    """Raise :class:`ModelError` unless each stage's forwards are in the order of the micro-batches."""
+    """Raise :class:`ModelError` unless each stage's forwards are in the order
+    of the micro-batches.
+    """
     for rank in range(schedule.pp):
         last: dict[int, int] = {}
         for _, action in schedule.actions(rank):
@@ -148,8 +178,8 @@ def _check_order(schedule: Schedule, what: str) -> None:
             if action.microbatch < last.get(action.stage, -1):
                 raise ModelError(
                     "MW-PIPELINE-014",
-                    f"{what}, which depends on the order of the micro-batches, and this schedule has stage "
-                    f"{action.stage} do {action} after micro-batch {last[action.stage]}: put its forwards in order, "
-                    f"or {INSTEAD}",
+                    f"{what}, which depends on the order of the micro-batches, and this schedule"
+                    f" has stage {action.stage} do {action} after micro-batch {last[action.stage]}:"
+                    f" put its forwards in order, or {INSTEAD}",
                 )
             last[action.stage] = action.microbatch

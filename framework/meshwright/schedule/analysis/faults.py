@@ -8,8 +8,9 @@ The actions that a schedule must contain follow from its stages, chunks and plac
     each stage                      every 1B, 1W < 1REDUCE
     each rank                       everything < STEP
 
-Each action occurs exactly once, on the rank of its stage, and there are no others. Messages between two ranks are
-received in the order in which they are sent. In a simulation with blocking sends no rank waits forever.
+Each action occurs exactly once, on the rank of its stage, and there are no others. Messages between
+two ranks are received in the order in which they are sent. In a simulation with blocking sends no
+rank waits forever.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.schedule.action import COMPLETES_BACKWARD, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwright.schedule.action import (
+    COMPLETES_BACKWARD,
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Kind,
+    Schedule,
+)
 from meshwright.schedule.analysis.simulator import BlockedRank, Channel, Costs, play
 from meshwright.schedule.text import format_item
 
@@ -46,12 +55,16 @@ class Fault(StrEnum):
 
 
 class Problem(NamedTuple):
-    """Fault at ``position`` of the row of pipeline rank ``rank``, with a description in ``text``."""
+    """Fault at ``position`` of the row of pipeline rank ``rank``,
+    with a description in ``text``.
+    """
 
     fault: Fault
     rank: int
     position: int
-    """Position in the row; of a missing action, where it should stand. At most the length of the row."""
+    """Position in the row; of a missing action, where it should stand.
+    At most the length of the row.
+    """
     action: Action
     text: str
 
@@ -59,7 +72,8 @@ class Problem(NamedTuple):
 def check(schedule: Schedule, channel: Channel = Channel.RENDEZVOUS) -> list[Problem]:
     """Return all problems of a lowered schedule, causes before consequences. Without any, it runs.
 
-    ``channel``: transport on which no rank may block forever. A schedule that runs with rendezvous runs with any.
+    ``channel``: transport on which no rank may block forever. A schedule that runs with rendezvous
+        runs with any.
     Linear in the number of actions.
     """
     problems = []
@@ -79,7 +93,9 @@ def _places(schedule: Schedule, rank: int) -> dict[Action, int]:
 
 
 def _computations(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Action]:
-    """Yield the computations expected of a rank: F, and B or I and W, whichever its row contains."""
+    """Yield the computations expected of a rank: F, and B or I and W,
+    whichever its row contains.
+    """
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.chunks):
             whole = Action(Kind.B, stage, microbatch)
@@ -118,14 +134,19 @@ def _out_of_place(schedule: Schedule, rank: int, position: int, action: Action) 
     assert stage is not None, action  # STEP is always expected
     if not 0 <= stage < schedule.num_stages or not 0 <= (action.microbatch or 0) < schedule.chunks:
         text = (
-            f"{action}: there are stages 0..{schedule.num_stages - 1} and micro-batches 0..{schedule.chunks - 1} only"
+            f"{action}: there are stages 0..{schedule.num_stages - 1} and micro-batches"
+            f" 0..{schedule.chunks - 1} only"
         )
     elif schedule.rank_of(stage) != rank:
-        text = f"{action}: stage {stage} is held by rank {schedule.rank_of(stage)}, not by rank {rank}"
+        text = (
+            f"{action}: stage {stage} is held by rank {schedule.rank_of(stage)}, not by rank {rank}"
+        )
         return Problem(Fault.WRONG_RANK, rank, position, action, text)
     elif action.kind in COMPUTE:  # F is always expected
         other = "in halves, I and W" if action.kind is Kind.B else "whole, B"
-        text = f"{action}: this micro-batch has its backward {other}: part of it would be done twice"
+        text = (
+            f"{action}: this micro-batch has its backward {other}: part of it would be done twice"
+        )
         return Problem(Fault.BACKWARD_TWICE, rank, position, action, text)
     else:
         text = f"{action}: stage {stage} has no neighbour on another rank to exchange this with"
@@ -148,7 +169,9 @@ def _missing(schedule: Schedule, rank: int, action: Action, places: dict[Action,
 def _around(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, Action, Action]]:
     """Yield the rules for the stage and micro-batch of an action, for whole and split backward."""
     if action.kind in COMPUTE | RECEIVES | SENDS:
-        for computation in (action._replace(kind=kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)):
+        for computation in (
+            action._replace(kind=kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
+        ):
             yield from _rules_of_one(schedule, computation)
 
 
@@ -160,10 +183,15 @@ _MISSING = {
 
 
 def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Problem]:
-    """Yield a problem for each rule of the table above whose actions are in the wrong order. Skips missing actions."""
+    """Yield a problem for each rule of the table above whose actions are in the wrong order.
+    Skips missing actions.
+    """
     for fault, earlier, later in _rules(schedule, rank, places):
         if earlier in places and later in places and not places[earlier] < places[later]:
-            text = f"{later} at position {places[later]} needs {earlier}, which comes at position {places[earlier]}"
+            text = (
+                f"{later} at position {places[later]} needs {earlier}, which comes at position"
+                f" {places[earlier]}"
+            )
             yield Problem(fault, rank, places[later], later, text)
     step = Action(Kind.STEP)
     if step in places and places[step] != len(schedule.rows[rank]) - 1:
@@ -171,12 +199,16 @@ def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Itera
         yield Problem(Fault.STEP_NOT_LAST, rank, places[step], step, f"{after} comes after STEP")
 
 
-def _rules(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[tuple[Fault, Action, Action]]:
+def _rules(
+    schedule: Schedule, rank: int, places: dict[Action, int]
+) -> Iterator[tuple[Fault, Action, Action]]:
     last_backwards: dict[int | None, Action] = {}
     for action in _computations(schedule, rank, places):
         yield from _rules_of_one(schedule, action)
         last = last_backwards.get(action.stage)
-        if action.kind in COMPLETES_BACKWARD and (last is None or places.get(last, -1) < places.get(action, -1)):
+        if action.kind in COMPLETES_BACKWARD and (
+            last is None or places.get(last, -1) < places.get(action, -1)
+        ):
             last_backwards[action.stage] = action
     for stage, action in last_backwards.items():
         yield Fault.REDUCED_TOO_EARLY, action, Action(Kind.REDUCE, stage)
@@ -192,9 +224,11 @@ def _rules_of_one(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, A
 
 
 def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]:
-    """Yield the rules within a rank: backward needs its own forward; stages of one rank pass values without messages.
+    """Yield the rules within a rank: backward needs its own forward;
+    stages of one rank pass values without messages.
 
-    Computations of other ranks are not in the places of this row, so rules that name them have no effect.
+    Computations of other ranks are not in the places of this row, so rules that name them have no
+    effect.
     """
     stage, microbatch = action.stage, action.microbatch
     assert stage is not None
@@ -209,8 +243,11 @@ def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]
 
 
 def _uncrossed(schedule: Schedule) -> Iterator[Problem]:
-    """Find the first message of each channel that another one overtakes. Skips messages without a partner."""
-    sent: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)  # by link: receive -> position of its send
+    """Find the first message of each channel that another one overtakes.
+    Skips messages without a partner.
+    """
+    # by link: receive -> position of its send
+    sent: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)
     received: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)
     for rank in range(schedule.pp):
         for position, action in schedule.actions(rank):
@@ -220,12 +257,15 @@ def _uncrossed(schedule: Schedule) -> Iterator[Problem]:
                 received[schedule.peer(action), rank].setdefault(action, position)
     for (source, destination), receives in received.items():
         sends = sent[source, destination]
-        pairs = zip((r for r in sends if r in receives), (r for r in receives if r in sends), strict=True)
+        pairs = zip(
+            (r for r in sends if r in receives), (r for r in receives if r in sends), strict=True
+        )
         for comes, awaited in pairs:
             if comes != awaited:
                 text = (
-                    f"rank {destination} receives {awaited} at position {receives[awaited]}, but the next message from "
-                    f"rank {source} is {comes.partner()}: messages between two ranks are matched in order"
+                    f"rank {destination} receives {awaited} at position {receives[awaited]}, but"
+                    f" the next message from rank {source} is {comes.partner()}: messages between"
+                    " two ranks are matched in order"
                 )
                 yield Problem(Fault.CROSSED, destination, receives[awaited], awaited, text)
                 break
@@ -236,7 +276,10 @@ def _no_deadlock(schedule: Schedule, channel: Channel) -> Iterator[Problem]:
     waits = {stuck.rank: stuck for stuck in blocked}
     for stuck in blocked:
         peer = schedule.peer(stuck.action)
-        text = f"with {channel} sends {stuck.action} blocks forever: {_what_it_does(schedule, peer, waits.get(peer))}"
+        text = (
+            f"with {channel} sends {stuck.action} blocks forever:"
+            f" {_what_it_does(schedule, peer, waits.get(peer))}"
+        )
         yield Problem(Fault.DEADLOCK, stuck.rank, stuck.position, stuck.action, text)
 
 

@@ -1,4 +1,5 @@
-"""Simulated time of a pair: two computations in turns, each of which runs while messages of the other are in flight.
+"""Simulated time of a pair: two computations in turns,
+each of which runs while messages of the other are in flight.
 
 processor    F ===  B ===       F ===    B ===  F ===             one at a time; a turn ends with a message
 wire            FFFFFF   BBBBBB    FFFFFF    BBB                  one message at a time, in the order of the turns
@@ -15,7 +16,9 @@ from meshwright.schedule.analysis.timeline import Span
 
 
 class Part(NamedTuple):
-    """Computation up to a message, and that message, in seconds; the last part of a computation has none."""
+    """Computation up to a message, and that message, in seconds;
+    the last part of a computation has none.
+    """
 
     computed: float
     message: float
@@ -24,11 +27,16 @@ class Part(NamedTuple):
 def parts_of(seconds: float, num_messages: int, message_s: float) -> list[Part]:
     """Cut a computation of ``seconds``, ``message_s`` of them in its messages, into equal parts."""
     computed = max(0.0, seconds - message_s) / (num_messages + 1)
-    return [*repeat(Part(computed, message_s / max(num_messages, 1)), num_messages), Part(computed, 0.0)]
+    return [
+        *repeat(Part(computed, message_s / max(num_messages, 1)), num_messages),
+        Part(computed, 0.0),
+    ]
 
 
 def seconds_in_turns(first: Sequence[Part], second: Sequence[Part]) -> float:
-    """Return the seconds of two computations in turns, as :class:`meshwright.mesh.turns.Turns` runs them."""
+    """Return the seconds of two computations in turns,
+    as :class:`meshwright.mesh.turns.Turns` runs them.
+    """
     clock = wire = 0.0
     ready = [0.0, 0.0]
     for index, part in enumerate(chain.from_iterable(zip_longest(first, second))):
@@ -39,9 +47,18 @@ def seconds_in_turns(first: Sequence[Part], second: Sequence[Part]) -> float:
     return clock
 
 
-def pair_spans(rank: int, pair: Sequence[Action], start: float, parts: Sequence[Sequence[Part]]) -> list[Span]:
-    """Return the spans of a pair from ``start``: one after the other, in proportion to what each takes alone."""
+def pair_spans(
+    rank: int, pair: Sequence[Action], start: float, parts: Sequence[Sequence[Part]]
+) -> list[Span]:
+    """Return the spans of a pair from ``start``: one after the other,
+    in proportion to what each takes alone.
+    """
     (first, second), seconds = pair, seconds_in_turns(*parts)
-    alone, other = (sum(part.computed + part.message for part in each) for each in parts)
+    alone, other = (
+        sum(part.computed + part.message for part in computations) for computations in parts
+    )
     middle = start + (alone if seconds == alone + other else seconds * alone / (alone + other))
-    return [Span(rank, first, start, middle, second), Span(rank, second, middle, start + seconds, first)]
+    return [
+        Span(rank, first, start, middle, second),
+        Span(rank, second, middle, start + seconds, first),
+    ]

@@ -1,12 +1,14 @@
-"""Files of the watchdog in the run's directory, written by a thread of their own: the file system may hang too.
+"""Files of the watchdog in the run's directory, written by a thread of their own:
+the file system may hang too.
 
 status.json              rank 0, every tick: all heartbeats
 hang/rank-N.txt          each rank: the stacks of its threads, the first unfinished collective of each group
 hang/report.txt          the reporting rank: why the run hangs
 hang/report-rank-N.txt   a rank that reports alone, without the store, after another rank has written report.txt
 
-NOTE [heartbeats do not wait for files]: a rank that sends none for three ticks counts as silent, and would be blamed
-for a hang while it writes to a slow file system. Writes are queued, and waited for only before the process ends.
+NOTE [heartbeats do not wait for files]: a rank that sends none for three ticks counts as silent,
+and would be blamed for a hang while it writes to a slow file system. Writes are queued, and waited
+for only before the process ends.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class DiskWriter:
         self._earlier_report: os.stat_result | None = None
         """The report of an earlier hang, found at the start."""
         self.unfinished: list[str] = []
-        """First unfinished collective of each group of this rank, at the last :meth:`write_stacks`."""
+        """First unfinished collective of each group of this rank,
+        at the last :meth:`write_stacks`.
+        """
 
     @property
     def report_path(self) -> Path:
@@ -74,7 +78,9 @@ class DiskWriter:
         return self._directory / f"rank-{self._rank}.txt"
 
     def remove_stacks(self) -> None:
-        """Remove this rank's stacks of an earlier hang, so that the file shows the latest hang alone."""
+        """Remove this rank's stacks of an earlier hang,
+        so that the file shows the latest hang alone.
+        """
 
         def remove() -> None:
             self._earlier_report = self._stat_report()
@@ -90,22 +96,35 @@ class DiskWriter:
             self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
             with self._stacks_path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
-                print(f"rank {self._rank}, process {os.getpid()} on {self._host}, {now}", file=file, flush=True)
+                print(
+                    f"rank {self._rank}, process {os.getpid()} on {self._host}, {now}",
+                    file=file,
+                    flush=True,
+                )
                 faulthandler.dump_traceback(file, all_threads=True)
                 self.unfinished = unfinished()
-                print("\nunfinished collectives:", *(self.unfinished or ["none recorded"]), sep="\n", file=file)
+                print(
+                    "\nunfinished collectives:",
+                    *(self.unfinished or ["none recorded"]),
+                    sep="\n",
+                    file=file,
+                )
 
         self._put("stacks", write)
 
     def write_report(self, lines: Sequence[str], *, is_alone: bool = False) -> None:
-        """Write the report. One made alone keeps another rank's report of this hang, which covers all ranks."""
+        """Write the report. One made alone keeps another rank's report of this hang,
+        which covers all ranks.
+        """
 
         def write() -> None:
             self._directory.mkdir(parents=True, exist_ok=True)
             found = self._stat_report() if is_alone else None
             is_taken = found is not None and not _is_same(found, self._earlier_report)
             path = self._alone_path if is_taken else self.report_path
-            path.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]), encoding="utf-8")
+            path.write_text(
+                "\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]), encoding="utf-8"
+            )
 
         self._put("report", write)
 
@@ -124,7 +143,9 @@ class DiskWriter:
             self._queue[name] = write
             if not self._is_writing:
                 self._is_writing = True
-                threading.Thread(target=self._write_queued, name="watchdog-disk", daemon=True).start()
+                threading.Thread(
+                    target=self._write_queued, name="watchdog-disk", daemon=True
+                ).start()
 
     def _write_queued(self) -> None:
         """Run the thread of the writes until the queue is empty."""
@@ -141,7 +162,9 @@ class DiskWriter:
                 self._warn(error)
 
     def _stat_report(self) -> os.stat_result | None:
-        """Return the state of report.txt, None if there is none. Opens it: NFS answers a stat from its cache."""
+        """Return the state of report.txt, None if there is none. Opens it:
+        NFS answers a stat from its cache.
+        """
         try:
             with open_regular(self.report_path) as file:
                 return os.fstat(file.fileno())

@@ -1,4 +1,6 @@
-"""Exchange of heartbeats over the key-value store, and the claim by which one rank reports a hang for all."""
+"""Exchange of heartbeats over the key-value store,
+and the claim by which one rank reports a hang for all.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,21 @@ from meshwright.watch.hang.heartbeat import Heartbeat, PendingWait, ReceivedHear
 from meshwright.watch.hang.status import RankStatus
 
 CLAIM, REASON, WITHDRAWN, READ = "hang/claim", "hang/reason", "hang/withdrawn", "hang/read"
-"""Keys in the store: the n-th claim of the report, the reported reason, the n-th claim's withdrawal, and the number of
-ranks that have the reason."""
+"""Keys in the store: the n-th claim of the report, the reported reason, the n-th claim's
+withdrawal, and the number of ranks that have the reason.
+"""
 READ_POLL_S = 0.1
 
 
 class HeartbeatExchange:
-    """Last received heartbeat of each rank. Without a store (one rank) there is only this rank's own."""
+    """Last received heartbeat of each rank. Without a store (one rank)
+    there is only this rank's own.
+    """
 
     def __init__(self, mesh: Mesh, step: Callable[[], int]) -> None:
-        """Begin without heartbeats. ``step`` returns the number of steps taken; called by other threads."""
+        """Begin without heartbeats. ``step`` returns the number of steps taken;
+        called by other threads.
+        """
         self._mesh = mesh
         self._step = step
         self._store = mesh.open_store()
@@ -34,7 +41,9 @@ class HeartbeatExchange:
         self.host = socket.gethostname()
 
     def beat(self, awake_s: float) -> Heartbeat:
-        """Return a new heartbeat of this rank. ``awake_s``: monotonic time since which the process has run."""
+        """Return a new heartbeat of this rank. ``awake_s``:
+        monotonic time since which the process has run.
+        """
         activity = self._mesh.activity.snapshot()
         self._num_beats += 1
         return Heartbeat(
@@ -59,7 +68,9 @@ class HeartbeatExchange:
         """Store a new heartbeat of this rank here and in the store. Blocks for the store."""
         self.record(awake_s)
         if self._store is not None:
-            self._store.put(f"beat/{self._mesh.rank}", self._received[self._mesh.rank][0].model_dump_json())
+            self._store.put(
+                f"beat/{self._mesh.rank}", self._received[self._mesh.rank][0].model_dump_json()
+            )
 
     def receive(self) -> None:
         """Read the heartbeats of the other ranks. Blocks for the store."""
@@ -75,9 +86,13 @@ class HeartbeatExchange:
                 self._received[beat.rank] = (beat, now)
 
     def table(self, silent_s: float) -> dict[int, ReceivedHeartbeat]:
-        """Return the last heartbeat of every rank. Ages above ``silent_s`` also use the sender's clock."""
+        """Return the last heartbeat of every rank.
+        Ages above ``silent_s`` also use the sender's clock.
+        """
         now = time.monotonic()
-        table = dict.fromkeys(range(self._mesh.grid.size), ReceivedHeartbeat(None, now - self._began_s))
+        table = dict.fromkeys(
+            range(self._mesh.grid.size), ReceivedHeartbeat(None, now - self._began_s)
+        )
         for rank, (beat, received_s) in self._received.items():
             quiet_s = now - received_s
             if quiet_s > silent_s:  # received only once, it may be much older than its arrival here
@@ -93,10 +108,13 @@ class HeartbeatExchange:
             for rank in sorted(received)
         )
 
-    # ------------------------------------------------------------------------------------------------------ the report
+    # ------------------------------------------------------------------------------------------------------
+    # the report
 
     def claim(self) -> bool:
-        """Try to claim the report of a hang for this rank; return False if another rank was first."""
+        """Try to claim the report of a hang for this rank;
+        return False if another rank was first.
+        """
         return self._store is None or self._store.is_first(f"{CLAIM}/{self._num_withdrawn}")
 
     def is_claimed(self) -> bool:
@@ -133,13 +151,19 @@ class HeartbeatExchange:
             self._store.count(READ)
 
     def wait_until_read(self, silent_s: float, limit_s: float) -> None:
-        """Wait, at most ``limit_s``, until all ranks have the reason that sent a heartbeat within ``silent_s``.
+        """Wait, at most ``limit_s``, until all ranks have the reason
+        that sent a heartbeat within ``silent_s``.
 
-        For the rank whose process serves the store. Otherwise the others would lose it, and report that instead.
+        For the rank whose process serves the store. Otherwise the others would lose it, and report
+        that instead.
         """
         assert self._store is not None
         until_s = time.monotonic() + limit_s
-        others = [received_s for rank, (_, received_s) in self._received.items() if rank != self._mesh.rank]
+        others = [
+            received_s
+            for rank, (_, received_s) in self._received.items()
+            if rank != self._mesh.rank
+        ]
         num_live = 1 + sum(time.monotonic() - received_s <= silent_s for received_s in others)
         with contextlib.suppress(RuntimeError):  # torch's error of the store
             while self._store.count(READ, 0) < num_live and time.monotonic() < until_s:

@@ -42,7 +42,9 @@ Ranks = tuple[RankNumber, _Bound, _Bound]
 
 
 class StatusModel(BaseModel):
-    """Base of models that are read from a file or received from another rank: exact types, no unknown fields."""
+    """Base of models that are read from a file or received from another rank: exact types,
+    no unknown fields.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -58,11 +60,15 @@ class PendingWait(StatusModel):
     key: str = ""
     number: Count = 0
     ranges: tuple[Ranks, ...] = ()
-    """Other ranks of a collective's group. As ranges: a list in each heartbeat would be ranks x ranks numbers."""
+    """Other ranks of a collective's group. As ranges:
+    a list in each heartbeat would be ranks x ranks numbers.
+    """
 
     @classmethod
     def pack(cls, waits: Mapping[str, Any]) -> Self:
-        """Return the operation with the fields of a ``Waits``, and the ranks of a collective as ranges."""
+        """Return the operation with the fields of a ``Waits``,
+        and the ranks of a collective as ranges.
+        """
         if waits["how"] != "collective":
             return cls(**waits)
         return cls(**{**waits, "ranks": (), "ranges": _ranges(waits["ranks"])})
@@ -72,7 +78,9 @@ class PendingWait(StatusModel):
         return {*self.ranks, *(rank for each in self.ranges for rank in range(*each))}
 
     def signature(self) -> str:
-        """Return the operation as all ranks of a collective have it: an all-to-all has other sizes on each rank."""
+        """Return the operation as all ranks of a collective have it:
+        an all-to-all has other sizes on each rank.
+        """
         kind, _, _ = self.operation.partition(" of ")
         return kind if kind == "all-to-all" else self.operation
 
@@ -99,20 +107,26 @@ class Heartbeat(StatusModel):
 
 
 class ReceivedHeartbeat(NamedTuple):
-    """Last heartbeat of a rank (None if none ever arrived), and the seconds since the last new one."""
+    """Last heartbeat of a rank (None if none ever arrived),
+    and the seconds since the last new one.
+    """
 
     beat: Heartbeat | None
     silent_s: float
 
 
 def one_line(text: str) -> str:
-    """Return text without line breaks: a row of a table stays one row, whatever a file or another rank has sent."""
+    """Return text without line breaks: a row of a table stays one row,
+    whatever a file or another rank has sent.
+    """
     return " ".join(text.splitlines())
 
 
 def place(grid: Grid, rank: int) -> str:
     """Format the mesh coordinates of a rank: ``pp1 dp0 tp1``."""
-    return " ".join(f"{axis}{getattr(grid.coordinates(rank), f'{axis}_rank')}" for axis in grid.axes)
+    return " ".join(
+        f"{axis}{getattr(grid.coordinates(rank), f'{axis}_rank')}" for axis in grid.axes
+    )
 
 
 def in_words(what: str) -> str:
@@ -122,7 +136,9 @@ def in_words(what: str) -> str:
     """
     match = _ACTION.fullmatch(what)
     if match is None:
-        return f"posting {what}" if all(_ACTION.fullmatch(word) for word in what.split("+")) else what
+        if all(_ACTION.fullmatch(word) for word in what.split("+")):
+            return f"posting {what}"
+        return what
     stage, kind, microbatch = match.groups()
     if kind == "STEP":
         return "taking the optimizer's step"
@@ -148,7 +164,9 @@ def collective(waits: PendingWait) -> str:
 
 def exchange(waits: PendingWait) -> str:
     """Describe a point-to-point wait: ``to receive F of micro-batch 3 from``; the rank follows."""
-    words = [word for word in waits.operation.split("+") if ("SEND" in word) == (waits.how == "send")]
+    words = [
+        word for word in waits.operation.split("+") if ("SEND" in word) == (waits.how == "send")
+    ]
     if waits.how == "send":
         return f"to send {_things(words)} to"
     return f"to receive {_things(words)} from"

@@ -27,7 +27,9 @@ class HangReport(NamedTuple):
 
     def with_verdict(self, verdict: Verdict) -> HangReport:
         """Return the report with the cause."""
-        return self._replace(head=f"{self.head} {verdict.reason}", ranks=verdict.ranks or self.ranks)
+        return self._replace(
+            head=f"{self.head} {verdict.reason}", ranks=verdict.ranks or self.ranks
+        )
 
     def whole(self) -> list[str]:
         """Return the lines of report.txt, with all ranks."""
@@ -38,29 +40,38 @@ class HangReport(NamedTuple):
         return [self.head, *lines(self.table, self.grid, self.silent_s, self.ranks, MAX_LINES)]
 
 
-def judge_safely(report: HangReport, long_s: float, report_late: Callable[[HangReport], object]) -> Verdict:
+def judge_safely(
+    report: HangReport, long_s: float, report_late: Callable[[HangReport], object]
+) -> Verdict:
     """Find the cause in the heartbeats of a report.
 
-    No report is lost: after JUDGE_LIMIT_S, ``report_late`` is called in another thread with the report as it is, and an
-    error of the diagnosis becomes a verdict.
+    No report is lost: after JUDGE_LIMIT_S, ``report_late`` is called in another thread with the
+    report as it is, and an error of the diagnosis becomes a verdict.
     """
     late = start_timer(JUDGE_LIMIT_S, lambda: report_late(report.with_verdict(Verdict(SOUGHT, ()))))
     try:
         return judge(report.table, report.grid, report.silent_s, long_s)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        return Verdict(f"The cause could not be found ({found}): compare the waits and the stacks of the ranks", ())
+        return Verdict(
+            f"The cause could not be found ({found}): compare the waits and the stacks of the"
+            " ranks",
+            (),
+        )
     finally:
         late.cancel()
         late.join(JUDGE_LIMIT_S)  # its report comes before the one with the cause
 
 
 def judge_alone(beat: Heartbeat, grid: Grid, silent_s: float) -> Verdict:
-    """Return the verdict of a rank that sees its own heartbeat only: the store has not responded for ``silent_s``."""
+    """Return the verdict of a rank that sees its own heartbeat only:
+    the store has not responded for ``silent_s``.
+    """
     return Verdict(
-        f"rank {beat.rank} ({place(grid, beat.rank)}) {describe_activity(beat)}. The key-value store through which "
-        f"ranks exchange heartbeats has not responded for {seconds(silent_s)} either: the process or machine that "
-        f"holds it (rank 0's or the launcher's) is stopped or gone",
+        f"rank {beat.rank} ({place(grid, beat.rank)}) {describe_activity(beat)}. The key-value"
+        f" store through which ranks exchange heartbeats has not responded for {seconds(silent_s)}"
+        " either: the process or machine that holds it (rank 0's or the launcher's) is stopped or"
+        " gone",
         (beat.rank,),
     )
 

@@ -1,4 +1,6 @@
-"""``status.json``: written by rank 0 every few seconds, read by `meshwright status` and reports. No torch."""
+"""``status.json``: written by rank 0 every few seconds, read by `meshwright status` and reports.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Status(StatusModel):
     run: str
     at_s: Seconds
     tick_s: Annotated[PositiveFloat, Field(le=MAX_S)]
-    grid: Annotated[tuple[Annotated[PositiveInt, Field(le=MAX_RANKS)], ...], Field(min_length=3, max_length=5)]
+    grid: Annotated[
+        tuple[Annotated[PositiveInt, Field(le=MAX_RANKS)], ...], Field(min_length=3, max_length=5)
+    ]
     """Degrees (pp, dp, tp, cp, ep); older files may lack the last ones."""
     step: Count
     steps: Annotated[PositiveInt, Field(le=MAX_NUMBER)]
@@ -72,7 +76,7 @@ class Status(StatusModel):
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         """Check that the ranks are those of the grid, each once."""
-        size = Grid(*self.grid).size
+        size = Grid.of(self.grid).size
         if size > MAX_RANKS:
             raise ValueError(f"grid has {size:,} ranks, at most {MAX_RANKS:,} are possible")
         ranks = [each.beat.rank for each in self.ranks]
@@ -105,16 +109,22 @@ def read_status(path: Path) -> Status:
     except OSError as error:
         run = path.parent
         if not run.is_dir():
-            raise DataError("MW-WATCH-002", f"{run} is no directory: give that of a run, such as runs/demo") from None
+            raise DataError(
+                "MW-WATCH-002", f"{run} is no directory: give that of a run, such as runs/demo"
+            ) from None
         what = f"has a {path.name} that cannot be read ({error.strerror})"
         if isinstance(error, FileNotFoundError):
             what = f"has no {path.name}: it has not begun to train"
-        raise DataError("MW-WATCH-003", f"{run} {what}, or is no directory of a run, such as runs/demo") from None
+        raise DataError(
+            "MW-WATCH-003", f"{run} {what}, or is no directory of a run, such as runs/demo"
+        ) from None
     except ValidationError as error:
-        first = error.errors(include_input=False, include_context=False)[0]  # the input may be all of the file
+        # the input may be all of the file
+        first = error.errors(include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
-            "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. A run that trains rewrites it"
+            "MW-WATCH-004",
+            f"{path} is no status of a run: {where}: {first['msg']}. A run that trains rewrites it",
         ) from None
 
 
@@ -135,18 +145,24 @@ def _describe(status: Status, silent_s: float, is_live: bool) -> str:
     here = status.host == socket.gethostname()
     where = "this machine" if here else status.host
     gone = f" is gone from {where}" if here and not is_alive(status.pid) else f" on {where}"
-    return f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank 0{gone}"
+    return (
+        f"silent for {seconds(silent_s)}, while {status.phase}; process {status.pid} of rank"
+        f" 0{gone}"
+    )
 
 
 def describe_ranks(status: Status, silent_s: float) -> list[str]:
-    """Describe the activity of all ranks, in lines: one for each rank, or for each group of ranks that do the same.
+    """Describe the activity of all ranks, in lines: one for each rank,
+    or for each group of ranks that do the same.
 
     ``silent_s``: seconds since the last update of the file, for ranks without an entry.
     """
-    grid, missed_s = Grid(*status.grid), MISSED_TICKS * status.tick_s
+    grid, missed_s = Grid.of(status.grid), MISSED_TICKS * status.tick_s
     if grid.size <= MAX_LISTED:
         table = {rank: ReceivedHeartbeat(None, silent_s) for rank in range(grid.size)}
-        table |= {each.beat.rank: ReceivedHeartbeat(each.beat, each.silent_s) for each in status.ranks}
+        table |= {
+            each.beat.rank: ReceivedHeartbeat(each.beat, each.silent_s) for each in status.ranks
+        }
         return lines(table, grid, missed_s)
     groups: dict[tuple[int, str, bool], list[RankStatus]] = defaultdict(list)
     for each in status.ranks:
@@ -157,7 +173,10 @@ def describe_ranks(status: Status, silent_s: float) -> list[str]:
     for (step, what, is_silent), found in groups.items():
         longest = seconds(max(each.silent_s if is_silent else each.beat.for_s for each in found))
         since = f"{', no heartbeat' if is_silent else ','} for up to {longest}"
-        rows.append(f"step {step}: {what}{since}: {len(found):,} ranks, {numbers(each.beat.rank for each in found)}")
+        rows.append(
+            f"step {step}: {what}{since}: {len(found):,} ranks,"
+            f" {numbers(each.beat.rank for each in found)}"
+        )
     missing = set(range(grid.size)) - {each.beat.rank for each in status.ranks}
     rows += [f"no heartbeat yet: {numbers(missing)}"] if missing else []
     return [one_line(row) for row in rows]

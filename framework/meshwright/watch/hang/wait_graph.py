@@ -4,9 +4,10 @@
                    |
                    '------> rank 2 --> rank 1        rank 2 has entered 11, and receives from rank 1
 
-A collective is one node, however many ranks wait in it. It leads to the next lower collective of its group that ranks
-wait in, and to the ranks that have entered that one but not this one. The number of edges is that of the waits and of
-the members of groups. Edges from each rank to each rank that it waits for would be millions with 2,048 ranks.
+A collective is one node, however many ranks wait in it. It leads to the next lower collective of
+its group that ranks wait in, and to the ranks that have entered that one but not this one. The
+number of edges is that of the waits and of the members of groups. Edges from each rank to each rank
+that it waits for would be millions with 2,048 ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class WaitGraph:
     """Ranks and the collectives that they wait in, each with the nodes that it waits for."""
 
     def __init__(self, table: Mapping[int, ReceivedHeartbeat], silent: Collection[int]) -> None:
-        """Build the graph. Ranks in ``silent`` wait for none: their last heartbeat is out of date."""
+        """Build the graph. Ranks in ``silent`` wait for none:
+        their last heartbeat is out of date.
+        """
         self._table = table
         self._ranks = sorted(table)
         self._edges: dict[Node, list[Node]] = {rank: [] for rank in self._ranks}
@@ -44,10 +47,14 @@ class WaitGraph:
         for key, ranks in members.items():
             self._add_collectives(key, sorted(numbers[key]), ranks)
         for rank in self._ranks:  # all ranks have entered it: it keeps none waiting
-            self._edges[rank] = [node for node in self._edges[rank] if isinstance(node, int) or self._edges[node]]
+            self._edges[rank] = [
+                node for node in self._edges[rank] if isinstance(node, int) or self._edges[node]
+            ]
 
     def _add_collectives(self, key: str, numbers: list[int], members: Collection[int]) -> None:
-        """Add the nodes of a group's collectives. ``numbers``: those that ranks wait in, ascending."""
+        """Add the nodes of a group's collectives. ``numbers``: those that ranks wait in,
+        ascending.
+        """
         missing: dict[int, list[Node]] = {number: [] for number in numbers}
         for rank in sorted(members):
             first = bisect_right(numbers, self._entered(rank, key))
@@ -59,7 +66,9 @@ class WaitGraph:
             below = [(key, number)] if self._edges[key, number] else []
 
     def _entered(self, rank: int, key: str) -> int:
-        """Return the number of collectives of a group that a rank has entered, at its last heartbeat."""
+        """Return the number of collectives of a group that a rank has entered,
+        at its last heartbeat.
+        """
         beat = self._table[rank].beat if rank in self._table else None
         if beat is None:
             return 0
@@ -67,7 +76,9 @@ class WaitGraph:
         return max(beat.posted.get(key, 0), present)
 
     def weights(self) -> dict[int, int]:
-        """Return, for each rank that waits for no other, the number of ranks that wait for it, directly or not."""
+        """Return, for each rank that waits for no other, the number of ranks that wait for it,
+        directly or not.
+        """
         waiting: dict[Node, int] = {}
         """Bit sets of the ranks that wait for a node, until the node's turn."""
         weight: dict[int, int] = {}
@@ -89,15 +100,24 @@ class WaitGraph:
     def first_waiting(self, rank: int) -> int | None:
         """Return the lowest rank that waits directly for this one; None if none does."""
         targets: set[Node] = {rank}
-        for node, others in self._edges.items():  # the collectives of a group are in ascending order
+        # the collectives of a group are in ascending order
+        for node, others in self._edges.items():
             if not isinstance(node, int) and not targets.isdisjoint(others):
                 targets.add(node)
-        return next((other for other in self._ranks if not targets.isdisjoint(self._edges[other])), None)
+        return next(
+            (other for other in self._ranks if not targets.isdisjoint(self._edges[other])), None
+        )
 
     def cycle(self) -> list[int]:
         """Find a cycle of ranks, each waiting for the next; empty if there is none."""
-        looped = [each for each in self._components() if len(each) > 1 or each[0] in self._edges.get(each[0], ())]
-        start = min((node for each in looped for node in each if isinstance(node, int)), default=None)
+        looped = [
+            each
+            for each in self._components()
+            if len(each) > 1 or each[0] in self._edges.get(each[0], ())
+        ]
+        start = min(
+            (node for each in looped for node in each if isinstance(node, int)), default=None
+        )
         if start is None:
             return []
         previous: dict[Node, Node] = {}
@@ -114,7 +134,9 @@ class WaitGraph:
         return [node for node in reversed(path) if isinstance(node, int)]
 
     def _components(self) -> list[list[Node]]:
-        """Return the strongly connected components (Tarjan's algorithm), each after all that it leads to."""
+        """Return the strongly connected components (Tarjan's algorithm),
+        each after all that it leads to.
+        """
         order: dict[Node, int] = {}
         low: dict[Node, int] = {}
         is_open: dict[Node, None] = {}

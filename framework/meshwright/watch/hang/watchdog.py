@@ -1,4 +1,5 @@
-"""Watchdog: ends a hanging run and reports the rank that blocks it, its operation, and the ranks that wait for it.
+"""Watchdog: ends a hanging run and reports the rank that blocks it, its operation,
+and the ranks that wait for it.
 
     each rank, every tick      puts its heartbeat into the store (shared key-value pairs): its activity, since when,
                                and the operation that it waits for
@@ -10,15 +11,17 @@
     the other ranks            read the cause from the store and end their processes; a rank that serves the store
                                ends after them
 
-The limit is ``launch.timeout_s``. Process groups time out GROUP_TIMEOUT_MARGIN_S later. A tick is a tenth of the limit,
-from 0.5 to 5 s. Each rank has two daemon threads. One uses the store, which may stop responding. The other checks the
-first, and reports for this rank alone if it is blocked.
+The limit is ``launch.timeout_s``. Process groups time out GROUP_TIMEOUT_MARGIN_S later. A tick is a
+tenth of the limit, from 0.5 to 5 s. Each rank has two daemon threads. One uses the store, which may
+stop responding. The other checks the first, and reports for this rank alone if it is blocked.
 
-A process that was stopped as a whole and continues is not hanging: time in which the second thread did not run does not
-count. Code that holds the GIL forever (an endless loop in C) cannot be detected from within. The other ranks then
-receive no heartbeats of that rank, and report it as silent.
+A process that was stopped as a whole and continues is not hanging: time in which the second thread
+did not run does not count. Code that holds the GIL forever (an endless loop in C) cannot be
+detected from within. The other ranks then receive no heartbeats of that rank, and report it as
+silent.
 
-On CUDA the host runs ahead of the device: the activity of a rank is the operation that its host waits for.
+On CUDA the host runs ahead of the device: the activity of a rank is the operation that its host
+waits for.
 """
 
 from __future__ import annotations
@@ -44,12 +47,18 @@ from meshwright.watch.hang.report import HangReport, judge_alone, judge_safely, 
 from meshwright.watch.hang.status import RunEnd, Status
 
 GROUP_TIMEOUT_MARGIN_S = 60.0
-"""Seconds by which the timeout of process groups exceeds the limit, so that the watchdog reports first."""
+"""Seconds by which the timeout of process groups exceeds the limit,
+so that the watchdog reports first.
+"""
 MIN_TICK_S, MAX_TICK_S = 0.5, 5.0
 MIN_WATCH_S = 3.0
-"""Minimum time to watch heartbeats before a report, however short a tick is: a busy machine may skip one."""
+"""Minimum time to watch heartbeats before a report, however short a tick is:
+a busy machine may skip one.
+"""
 EXIT_LIMIT_S = 30.0
-"""Seconds after which a reporting process exits in any case: the reader of its output, or the disk, may hang too."""
+"""Seconds after which a reporting process exits in any case: the reader of its output, or the disk,
+may hang too.
+"""
 LINGER_TICKS = 2
 """Ticks for which the process that serves the store waits for other ranks to read the cause."""
 
@@ -60,7 +69,9 @@ def tick_of(limit_s: float) -> float:
 
 
 class Watchdog:
-    """Watchdog of one rank, active within its ``with`` block. Its own errors never end a run that makes progress."""
+    """Watchdog of one rank, active within its ``with`` block.
+    Its own errors never end a run that makes progress.
+    """
 
     def __init__(
         self,
@@ -81,7 +92,8 @@ class Watchdog:
             steps: steps of the whole run.
             step: returns the number of steps taken; called by other threads.
             give_up: ends this process with an error.
-            replace_status: replaces the text of ``status.json`` atomically; called on rank 0, by another thread.
+            replace_status: replaces the text of ``status.json`` atomically; called on rank 0, by
+                another thread.
         """
         self._mesh = mesh
         self._limit_s = limit_s
@@ -92,9 +104,13 @@ class Watchdog:
         self._tick_s = tick_of(limit_s)
         self._watched_s = max(MISSED_TICKS * self._tick_s, MIN_WATCH_S)
         self._gap_s = max(MISSED_TICKS * self._tick_s, MAX_TICK_S)
-        """Pause of the thread "check" that means that the whole process was stopped (SIGSTOP, a suspended machine)."""
+        """Pause of the thread "check" that means that the whole process was stopped (SIGSTOP,
+        a suspended machine).
+        """
         self._exchange = HeartbeatExchange(mesh, step)
-        self._disk = DiskWriter(directory, mesh.rank, self._exchange.host, self._warn, replace_status)
+        self._disk = DiskWriter(
+            directory, mesh.rank, self._exchange.host, self._warn, replace_status
+        )
         self._claimed_s: float | None = None
         """Time when this rank saw another rank's claim."""
         self._ended = threading.Event()
@@ -102,7 +118,9 @@ class Watchdog:
         """Set once this process ends with the hang."""
         self._warned = False
         self._awake_s = self._pulse_s = self._round_s = time.monotonic()
-        """Monotonic times: start of the process or its last resume; last pass of "check"; last round of "store"."""
+        """Monotonic times: start of the process or its last resume; last pass of "check";
+        last round of "store".
+        """
         self._threads = [
             threading.Thread(target=each, name=f"watchdog-{name}", daemon=True)
             for name, each in (("store", self._run_rounds), ("check", self._check_rounds))
@@ -114,22 +132,37 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._ended.set()
-        for thread in self._threads:  # one that ends this process does; an error here is a consequence of the hang
+        # one that ends this process does; an error here is a consequence of the hang
+        for thread in self._threads:
             thread.join(EXIT_LIMIT_S if self._leaving.is_set() else self._tick_s)
-        if self._mesh.rank == 0 and not isinstance(error, RunFilesError):  # the directory may belong to another run
+        # the directory may belong to another run
+        if self._mesh.rank == 0 and not isinstance(error, RunFilesError):
             how = RunEnd(how="finished")
             if error is not None:
-                message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                with contextlib.suppress(Exception):  # the store may be gone with the process that held it
-                    message = self._exchange.reason() or message  # this rank's error is a consequence of the hang
-                how = RunEnd(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
+                if isinstance(error, UserError):
+                    message = str(error)
+                else:
+                    message = f"{type(error).__name__}: {error}"
+                # the store may be gone with the process that held it
+                with contextlib.suppress(Exception):
+                    # this rank's error is a consequence of the hang
+                    message = self._exchange.reason() or message
+                how = RunEnd(
+                    how="stopped" if isinstance(error, Preempted) else "failed", message=message
+                )
             self._exchange.record(self._awake_s)
             self._write_status(how)
         self._disk.flush()
 
-    # ----------------------------------------------------------------------------------------------------- each tick
+    # -----------------------------------------------------------------------------------------------------
+    # each tick
 
     def _run_rounds(self) -> None:
         """Run the thread that uses the store."""
@@ -137,7 +170,8 @@ class Watchdog:
             try:
                 self._round()
                 self._round_s = time.monotonic()
-            except Exception as error:  # the store is gone, or a disk is full: the other thread decides
+            except Exception as error:
+                # the store is gone, or a disk is full: the other thread decides
                 self._warn(error)
             self._ended.wait(self._tick_s)
 
@@ -151,7 +185,8 @@ class Watchdog:
         if self._mesh.rank == 0:
             self._exchange.receive()
             self._write_status()
-        if self._claimed_s is None and self._age_s() > self._limit_s and self._exchange.claim():  # else: next round
+        # else: next round
+        if self._claimed_s is None and self._age_s() > self._limit_s and self._exchange.claim():
             self._watch_and_report()
 
     def _age_s(self) -> float:
@@ -162,7 +197,9 @@ class Watchdog:
         return min(now - self._mesh.activity.now[1], now - self._awake_s)
 
     def _check_rounds(self) -> None:
-        """Run the thread that never blocks: it checks the store's thread, and whether the process was stopped."""
+        """Run the thread that never blocks: it checks the store's thread,
+        and whether the process was stopped.
+        """
         while not self._ended.wait(self._tick_s / 2):
             now = time.monotonic()
             if now - self._pulse_s > self._gap_s:  # the whole process did not run
@@ -174,10 +211,12 @@ class Watchdog:
                 self._disk.flush()
                 self._report(alone_for_s=silent_s)
 
-    # ----------------------------------------------------------------------------------------------------- the report
+    # -----------------------------------------------------------------------------------------------------
+    # the report
 
     def _watch_and_report(self) -> None:
-        """Watch the heartbeats for a while, then report the hang from this rank and end the process.
+        """Watch the heartbeats for a while,
+        then report the hang from this rank and end the process.
 
         If this rank makes progress meanwhile, it was only slow: the claim is withdrawn.
         """
@@ -199,13 +238,16 @@ class Watchdog:
     def _report(self, alone_for_s: float | None = None) -> None:
         """Report the cause to the disk, the other ranks and the launcher, and end this process.
 
-        ``alone_for_s``: seconds for which the store did not respond; the report then covers this rank alone.
+        ``alone_for_s``: seconds for which the store did not respond; the report then covers this
+            rank alone.
         """
         if self._ended.is_set():
             return
         self._leaving.set()
         start_timer(EXIT_LIMIT_S, lambda: os._exit(HangError.exit_code))
-        rank, silent_s, is_alone = self._mesh.rank, self._watched_s - self._tick_s, alone_for_s is not None
+        rank = self._mesh.rank
+        silent_s = self._watched_s - self._tick_s
+        is_alone = alone_for_s is not None
         mine = self._exchange.beat(self._awake_s)
         table = {rank: ReceivedHeartbeat(mine, 0.0)} if is_alone else self._exchange.table(silent_s)
         head = f"the run hangs: nothing has moved on rank {rank} for {seconds(self._age_s())}."
@@ -218,10 +260,14 @@ class Watchdog:
         self._disk.write_report([*report.whole(), *on_device], is_alone=is_alone)
         message = [
             *report.short(),
-            *(on_device if self._mesh.device.type == "cuda" else ()),  # elsewhere a rank waits for what it posts
-            f"the stacks of all ranks that could write them are in {self._disk.report_path.parent}. An operation that "
-            f"is long but alive, such as a save or a first step that compiles, needs a launch.timeout_s above "
-            f"{self._limit_s:g}",
+            # elsewhere a rank waits for what it posts
+            *(on_device if self._mesh.device.type == "cuda" else ()),
+            (
+                "the stacks of all ranks that could write them are in"
+                f" {self._disk.report_path.parent}. An operation that is long but alive, such as a"
+                " save or a first step that compiles, needs a launch.timeout_s above"
+                f" {self._limit_s:g}"
+            ),
         ]
         if rank == 0:
             self._write_status(RunEnd(how="failed", message=report.head))
@@ -240,14 +286,18 @@ class Watchdog:
         tell("\n".join(report.short()))
 
     def _leave(self, error: HangError) -> None:
-        """End this process; if it serves the store, after the other ranks have read the cause there."""
+        """End this process; if it serves the store,
+        after the other ranks have read the cause there.
+        """
         if self._mesh.holds_store():
             silent_s, limit_s = self._watched_s, LINGER_TICKS * self._tick_s
             error.linger = lambda: self._exchange.wait_until_read(silent_s, limit_s)
         self._give_up(error)
 
     def _wait_for_report(self, claimed_s: float) -> None:
-        """End this process once the claiming rank has reported; report from this rank if no report appears in time."""
+        """End this process once the claiming rank has reported;
+        report from this rank if no report appears in time.
+        """
         if self._exchange.pop_withdrawal():
             self._claimed_s = None
             return
@@ -258,7 +308,11 @@ class Watchdog:
             if self._mesh.rank == 0:
                 self._write_status(RunEnd(how="failed", message=reason))
             self._disk.flush()
-            self._leave(HangEcho("MW-WATCH-006", "ended with the run, which hangs; another rank has reported why"))
+            self._leave(
+                HangEcho(
+                    "MW-WATCH-006", "ended with the run, which hangs; another rank has reported why"
+                )
+            )
         elif time.monotonic() - claimed_s > 2 * self._watched_s + self._gap_s:
             self._watch_and_report()
 
@@ -269,7 +323,7 @@ class Watchdog:
                 run=self._run,
                 at_s=time.time(),
                 tick_s=self._tick_s,
-                grid=tuple(mesh.grid),
+                grid=mesh.grid.degrees,
                 step=self._step(),
                 steps=self._steps,
                 phase=mesh.activity.phase,

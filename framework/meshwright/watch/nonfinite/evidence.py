@@ -1,4 +1,6 @@
-"""Findings of NaN and Inf on each rank, and the choice of the first one. Only :func:`broken` reads tensors."""
+"""Findings of NaN and Inf on each rank, and the choice of the first one.
+Only :func:`broken` reads tensors.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
         return None
     num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
     counts = [
-        f"{count} of {tensor.numel()} {what}" for count, what in ((num_nan, "NaN"), (num_infinite, "inf")) if count
+        f"{count} of {tensor.numel()} {what}"
+        for count, what in ((num_nan, "NaN"), (num_infinite, "inf"))
+        if count
     ]
     if counts:
         return " and ".join(counts)
@@ -88,9 +92,11 @@ def backward_order(evidence: Evidence) -> tuple[int, ...]:
 
 
 def cause(evidence: Sequence[Evidence], grid: Grid) -> Cause | None:
-    """Return the first of all findings of all ranks; None if there are none. Pure: all ranks get the same result.
+    """Return the first of all findings of all ranks; None if there are none. Pure:
+    all ranks get the same result.
 
-    If several ranks found the same value at the same point, all of them are named, since the origin is unknown.
+    If several ranks found the same value at the same point, all of them are named, since the origin
+    is unknown.
     """
     weights = [each for each in evidence if each.kind is EvidenceKind.WEIGHT]
     forward = [each for each in evidence if each.kind in (EvidenceKind.INPUT, EvidenceKind.OUTPUT)]
@@ -100,7 +106,8 @@ def cause(evidence: Sequence[Evidence], grid: Grid) -> Cause | None:
     sums = [
         each
         for each in evidence
-        if each.kind is EvidenceKind.SUM and (each.stage, each.position, each.piece) not in explained
+        if each.kind is EvidenceKind.SUM
+        and (each.stage, each.position, each.piece) not in explained
     ]
     if weights:
         first = min(weights, key=lambda each: (each.stage, each.position))
@@ -109,11 +116,15 @@ def cause(evidence: Sequence[Evidence], grid: Grid) -> Cause | None:
         first = min(forward, key=forward_order)
         same = [each for each in forward if forward_order(each) == forward_order(first)]
     elif own or sums:
-        first = min([*own, *sums], key=lambda each: (-each.stage, -each.position, len(each.ranks), each.dp_rank))
+        first = min(
+            [*own, *sums],
+            key=lambda each: (-each.stage, -each.position, len(each.ranks), each.dp_rank),
+        )
         same = [
             each
             for each in (own if first.kind is EvidenceKind.GRADIENT else sums)
-            if (each.stage, each.position, each.dp_rank) == (first.stage, first.position, first.dp_rank)
+            if (each.stage, each.position, each.dp_rank)
+            == (first.stage, first.position, first.dp_rank)
         ]
     else:
         return None
@@ -134,8 +145,12 @@ def _describe(first: Evidence) -> str:
     gradient = f"the gradient of {first.name} is not finite ({first.description})"
     texts = {
         EvidenceKind.WEIGHT: f"the weight {first.name} is not finite ({first.description})",
-        EvidenceKind.INPUT: f"the samples are not finite ({first.description}) as they are read from the data",
-        EvidenceKind.OUTPUT: f"the output of {first.name} is the first that is not finite ({first.description})",
+        EvidenceKind.INPUT: (
+            f"the samples are not finite ({first.description}) as they are read from the data"
+        ),
+        EvidenceKind.OUTPUT: (
+            f"the output of {first.name} is the first that is not finite ({first.description})"
+        ),
         EvidenceKind.LOSS: f"the loss is {first.description}",
     }
     return texts.get(first.kind, gradient)

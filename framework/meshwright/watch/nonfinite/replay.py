@@ -1,10 +1,12 @@
-"""Replay of a step that checks each output and gradient as it is computed, to find the first NaN or Inf.
+"""Replay of a step that checks each output and gradient as it is computed,
+to find the first NaN or Inf.
 
-Hooks on all modules see outputs; hooks on all parameters see gradients. The index of a module call within one forward
-is the same on all ranks of a tensor-parallel group. Gradients are not reduced, and the optimizer does not step.
+Hooks on all modules see outputs; hooks on all parameters see gradients. The index of a module call
+within one forward is the same on all ranks of a tensor-parallel group. Gradients are not reduced,
+and the optimizer does not step.
 
-Hooks are not called within compiled layers, so these run without torch.compile. Other compiled functions stay compiled:
-FlexAttention's plain code would make all scores, S x S for each head.
+Hooks are not called within compiled layers, so these run without torch.compile. Other compiled
+functions stay compiled: FlexAttention's plain code would make all scores, S x S for each head.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Kind
-from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken
+from meshwright.watch.nonfinite.evidence import (
+    MAX_FINDINGS,
+    Evidence,
+    EvidenceKind,
+    backward_order,
+    broken,
+)
 
 PRIVATE_TORCH = {
     "torch.nn.Module._compiled_call_impl": "2.11-2.15",
@@ -35,14 +43,22 @@ PRIVATE_TORCH = {
 
 
 def positions_of(stage: Stage) -> dict[int, int]:
-    """Return the position of each parameter in the stage, by ``id``; roughly the order of forward."""
+    """Return the position of each parameter in the stage, by ``id``;
+    roughly the order of forward.
+    """
     return {id(parameter): position for position, parameter in enumerate(stage.layers.parameters())}
 
 
 def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) -> list[Evidence]:
-    """Return the micro-batch losses of the last stage that are not finite; empty on ranks without that stage."""
+    """Return the micro-batch losses of the last stage that are not finite;
+    empty on ranks without that stage.
+    """
     last = len(parts.blueprint.stages) - 1
-    forwards = [span.action for span in result.times.spans if span.action.kind is Kind.F and span.action.stage == last]
+    forwards = [
+        span.action
+        for span in result.times.spans
+        if span.action.kind is Kind.F and span.action.stage == last
+    ]
     evidence = []
     for action, part in zip(forwards, result.loss_parts, strict=True):
         problem = broken(part.loss_sum)
@@ -51,7 +67,11 @@ def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) 
             samples = tuple(feed.sample_indices(action.microbatch).tolist())
             loss = str(part.loss_sum.item())
             at = parts.mesh.at.dp_rank
-            evidence.append(Evidence(EvidenceKind.LOSS, ranks, last, 0, "", loss, at, action.microbatch, samples))
+            evidence.append(
+                Evidence(
+                    EvidenceKind.LOSS, ranks, last, 0, "", loss, at, action.microbatch, samples
+                )
+            )
     return evidence
 
 
@@ -62,10 +82,11 @@ def compiled_layers(parts: Parts) -> list[nn.Module]:
 
 
 def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
-    """Replay the step, forward and backward, and return the first values on this rank that are not finite.
+    """Replay the step, forward and backward,
+    and return the first values on this rank that are not finite.
 
-    Collective over all ranks; blocks. Gradients are not reduced over replicas and stay in the buckets. The optimizer
-    does not step.
+    Collective over all ranks; blocks. Gradients are not reduced over replicas and stay in the
+    buckets. The optimizer does not step.
     """
     executor = replace(parts.executor, replicas={}, ep=None)
     stages = [_StageChecks(parts, feed, stage) for stage in executor.stages.values()]
@@ -93,7 +114,9 @@ def _replaced(target: object, name: str, value: Any) -> Iterator[None]:
             setattr(target, name, own)
 
 
-def _call_both(first: Callable[[Tensor], None], second: Callable[[Tensor], None], parameter: Tensor) -> None:
+def _call_both(
+    first: Callable[[Tensor], None], second: Callable[[Tensor], None], parameter: Tensor
+) -> None:
     first(parameter)
     second(parameter)
 
@@ -109,7 +132,9 @@ class _StageChecks:
         self.outputs: dict[int, Evidence] = {}
         """First output that is not finite, by micro-batch."""
         self.gradients: dict[int, Evidence] = {}
-        """First finding of each parameter's gradient, by position, with the micro-batch that caused it."""
+        """First finding of each parameter's gradient, by position,
+        with the micro-batch that caused it.
+        """
         self._positions = positions_of(stage)
         self._microbatch: int | None = None
         self._forward = False
@@ -117,14 +142,17 @@ class _StageChecks:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Install hooks on all modules and parameters within the ``with`` block; gradients start at zero."""
+        """Install hooks on all modules and parameters within the ``with`` block;
+        gradients start at zero.
+        """
         handles: list[RemovableHandle] = []
         hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         for name, module in self.stage.layers.named_modules():
             if module is not self.stage.layers:  # a container that is never called
                 handles.append(module.register_forward_hook(self._output_hook(name)))
         for bucket in self.replica.buckets:
-            if bucket.flat_gradient is not None:  # a hook may run before the first gradient is written to it
+            # a hook may run before the first gradient is written to it
+            if bucket.flat_gradient is not None:
                 bucket.flat_gradient.zero_()
             for slot in bucket.slots:
                 hook = self._gradient_hook(bucket, slot)
@@ -137,9 +165,13 @@ class _StageChecks:
                 total: GradientSum | None = getattr(leaf, "gradient_sum", None)
                 if total is not None:  # in W no hook of autograd runs
                     finish = partial(_call_both, total.finish, hook)
-                    within.enter_context(_replaced(leaf, "gradient_sum", total._replace(finish=finish)))
+                    within.enter_context(
+                        _replaced(leaf, "gradient_sum", total._replace(finish=finish))
+                    )
             for name in ("backward", "backward_input", "backward_weight"):
-                within.enter_context(_replaced(self.stage, name, self._during(getattr(self.stage, name))))
+                within.enter_context(
+                    _replaced(self.stage, name, self._during(getattr(self.stage, name)))
+                )
             within.enter_context(_replaced(self.stage, "forward", self._during_forward))
             try:
                 yield
@@ -148,7 +180,9 @@ class _StageChecks:
                     handle.remove()
 
     def findings(self) -> list[Evidence]:
-        """Return the first findings: at most ``MAX_FINDINGS`` outputs and ``MAX_FINDINGS`` gradients."""
+        """Return the first findings: at most ``MAX_FINDINGS`` outputs
+        and ``MAX_FINDINGS`` gradients.
+        """
         first = [self.outputs[microbatch] for microbatch in sorted(self.outputs)][:MAX_FINDINGS]
         return first + sorted(self.gradients.values(), key=backward_order)[:MAX_FINDINGS]
 
@@ -162,7 +196,9 @@ class _StageChecks:
 
         return run
 
-    def _during_forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> Any:
+    def _during_forward(
+        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+    ) -> Any:
         self._microbatch, self._forward, self._num_calls = microbatch, True, 0
         if self.stage.input_spec is None:
             self._note(EvidenceKind.INPUT, -1, "", inputs)
@@ -183,9 +219,11 @@ class _StageChecks:
         return hook
 
     def _note(self, kind: EvidenceKind, position: int, name: str, value: Any) -> None:
-        """Record a micro-batch's first value that is not finite, with the samples whose rows are affected.
+        """Record a micro-batch's first value that is not finite,
+        with the samples whose rows are affected.
 
-        ``value``: tensors (B, ...), this rank's shard; rows are matched to samples if dim 0 has their number.
+        ``value``: tensors (B, ...), this rank's shard; rows are matched to samples if dim 0 has
+            their number.
         """
         microbatch = self._microbatch
         if microbatch is None or microbatch in self.outputs:
@@ -201,13 +239,16 @@ class _StageChecks:
             if leaf.dim() > 0 and leaf.shape[0] == len(samples):
                 rows = bad.flatten(1).any(1).tolist() if leaf.dim() > 1 else bad.tolist()
                 samples = [sample for sample, row in zip(samples, rows, strict=True) if row]
-            self.outputs[microbatch] = self._evidence(kind, position, name, str(broken(leaf)), microbatch, samples)
+            self.outputs[microbatch] = self._evidence(
+                kind, position, name, str(broken(leaf)), microbatch, samples
+            )
             return
 
     def _gradient_hook(self, bucket: ShardedParameters, slot: BucketSlot) -> Any:
         position = self._positions[id(slot.member.parameter)]
 
-        def hook(parameter: Tensor) -> None:  # runs after the replica's hook, which moves the gradient to the bucket
+        # runs after the replica's hook, which moves the gradient to the bucket
+        def hook(parameter: Tensor) -> None:
             microbatch = self._microbatch
             if microbatch is None or position in self.gradients:
                 return
@@ -222,9 +263,23 @@ class _StageChecks:
         return hook
 
     def _evidence(
-        self, kind: EvidenceKind, position: int, name: str, problem: str, microbatch: int, samples: Sequence[int]
+        self,
+        kind: EvidenceKind,
+        position: int,
+        name: str,
+        problem: str,
+        microbatch: int,
+        samples: Sequence[int],
     ) -> Evidence:
         mesh = self.parts.mesh
         return Evidence(
-            kind, (mesh.rank,), self.stage.index, position, name, problem, mesh.at.dp_rank, microbatch, tuple(samples)
+            kind,
+            (mesh.rank,),
+            self.stage.index,
+            position,
+            name,
+            problem,
+            mesh.at.dp_rank,
+            microbatch,
+            tuple(samples),
         )

@@ -1,4 +1,6 @@
-"""Lengths of documents, and the balance of the ranks that share them: counted anew from the documents themselves."""
+"""Lengths of documents, and the balance of the ranks that share them:
+counted anew from the documents themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ from meshwright.context_parallel.order import contiguous, documents, zigzag
 from meshwright.data import indexed
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.prepare import length_report
-from meshwright.data.prepare.length_report import ContextReport, describe_balance, describe_lengths, document_lengths
-from meshwright.errors import DataError
-from tests.support.errors import has_code
+from meshwright.data.prepare.length_report import (
+    ContextReport,
+    describe_balance,
+    describe_lengths,
+    document_lengths,
+)
+from tests.support.errors import raises
 from tests.support.seen_keys import keys_seen
 
 LENGTHS = [3, 300, 40, 1, 500, 7, 120, 60]
@@ -27,10 +33,14 @@ def corpus(tmp_path: Path) -> Corpus:
     return Corpus(prefix, S, rules=DocumentRules("stream", boundaries=True))
 
 
-def test_lengths_are_those_of_the_documents(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_those_of_the_documents(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert document_lengths(corpus.documents).tolist() == LENGTHS
-    assert describe_lengths(corpus.documents, S) == (
-        "tokens of a document: 1 to 500, 10 % 1, median 40, 90 % 300; 2 longer than a sample, with 77.6% of the tokens"
+    assert (
+        describe_lengths(corpus.documents, S)
+        == "tokens of a document: 1 to 500, 10 % 1, median 40, 90 % 300; 2 longer than a sample,"
+        " with 77.6% of the tokens"
     )
     monkeypatch.setattr(length_report, "MAX_BLOCKS", 2)
     monkeypatch.setattr(length_report, "BLOCK", 2)
@@ -60,8 +70,8 @@ def test_balance_is_that_of_the_samples(corpus: Corpus) -> None:
     assert "contiguous" not in alone
     assert describe_balance(corpus, ContextReport()) == []
     (whole,) = describe_balance(corpus, ContextReport(4, "zigzag", boundaries=False))
-    assert whole.endswith("over whole samples: the busiest rank sees more keys than the mean by 0.0% zigzag")
-    with pytest.raises(
-        DataError, match="into cp = 3 equal parts: use a length of 255 or 258", check=has_code("MW-DATA-120")
-    ):
+    assert whole.endswith(
+        "over whole samples: the busiest rank sees more keys than the mean by 0.0% zigzag"
+    )
+    with raises("MW-DATA-120", "cp = 3", "255 or 258"):
         describe_balance(corpus, ContextReport(3))

@@ -1,4 +1,5 @@
-"""Conversion of meshwright models and weights to and from Hugging Face directories; transformers is not needed.
+"""Conversion of meshwright models and weights to and from Hugging Face directories;
+transformers is not needed.
 
 importing.py  a Hugging Face directory -> a run directory, ready for training
 exporting.py  plan of the export of a checkpoint: config.json and the files beside the weights

@@ -5,20 +5,53 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwright_interop.huggingface.convert.decoder_rules import rules
 from meshwright_interop.huggingface.convert.family import Family, Options
 from meshwright_interop.huggingface.convert.rope import ORIGINAL_LENGTH, read_rope
-from meshwright_interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
+from meshwright_interop.huggingface.convert.settings import (
+    MAX_LAYERS,
+    MAX_ROWS,
+    MAX_WIDTH,
+    Field,
+    Settings,
+    read_fields,
+    write_fields,
+)
+from meshwright_interop.huggingface.convert.tables import decoder_rules
 
 BUILDER = "meshwright_models.llama:build"
 DENSE = {"moe": None, "mla": None}
 """Options of a decoder without experts and latent attention."""
 
 
+COMMON = (
+    Field("vocab_size", "vocab_size", maximum=MAX_ROWS),
+    Field("hidden_size", "hidden_size", maximum=MAX_WIDTH),
+    Field("num_hidden_layers", "num_layers", maximum=MAX_LAYERS),
+    Field("num_attention_heads", "num_heads", maximum=MAX_WIDTH),
+    Field(
+        "num_key_value_heads",
+        "num_kv_heads",
+        default=lambda options: options["num_heads"],
+        maximum=MAX_WIDTH,
+    ),
+    Field("intermediate_size", "ffn_size", maximum=MAX_WIDTH),
+    Field("max_position_embeddings", "max_sequence_length"),
+    Field("rms_norm_eps", "norm_eps", "positive", 1e-6),
+    Field("tie_word_embeddings", "tied", "flag", False),
+)
+"""Fields that all decoders share."""
+
+
 def read_common(
-    settings: Settings, *, length: int, kv_heads: int | None = None, norm_eps: float = 1e-6, theta: float = 10_000.0
+    settings: Settings,
+    *,
+    length: int,
+    kv_heads: int | None = None,
+    norm_eps: float = 1e-6,
+    theta: float = 10_000.0,
 ) -> dict[str, Any]:
-    """Convert the fields that all decoders share, with the defaults of transformers' config classes.
+    """Convert the fields that all decoders share,
+    with the defaults of transformers' config classes.
 
     Args:
         settings: the config.json.
@@ -30,28 +63,17 @@ def read_common(
     settings.must_be("hidden_act", "silu", "swish")
     settings.must_be("partial_rotary_factor", 1.0)
     settings.must_be("is_causal", True)
-    heads = settings.number("num_attention_heads", maximum=MAX_WIDTH)
-    hidden = settings.number("hidden_size", maximum=MAX_WIDTH)
-    if kv_heads is None or "num_key_value_heads" in settings.fields:
-        kv_heads = heads  # null means the same
-    options = {
-        "vocab_size": settings.number("vocab_size", maximum=MAX_ROWS),
-        "hidden_size": hidden,
-        "num_layers": settings.number("num_hidden_layers", maximum=MAX_LAYERS),
-        "num_heads": heads,
-        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, maximum=MAX_WIDTH),
-        "ffn_size": settings.number("intermediate_size", maximum=MAX_WIDTH),
-        "max_sequence_length": settings.number("max_position_embeddings", length),
-        "norm_eps": settings.positive("rms_norm_eps", norm_eps),
-        "tied": settings.flag("tie_word_embeddings", False),
-        "dropout": 0.0,
-        **read_rope(settings, theta),
-    }
+    defaults = {"max_position_embeddings": length, "rms_norm_eps": norm_eps}
+    if kv_heads is not None and "num_key_value_heads" not in settings.fields:  # null is no default
+        defaults["num_key_value_heads"] = kv_heads
+    options = read_fields(settings, COMMON, **defaults)
+    options |= {"dropout": 0.0, **read_rope(settings, theta)}
     if settings.real("attention_dropout", 0.0, maximum=1.0):
         settings.notes.append(
-            f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not carried: training "
-            f"drops nothing (model.options.dropout)"
+            f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not"
+            " carried: training drops nothing (model.options.dropout)"
         )
+    hidden, heads = options["hidden_size"], options["num_heads"]
     head_dim = settings.number("head_dim", max(1, hidden // heads), maximum=MAX_WIDTH)
     if head_dim * heads != hidden:
         options["head_dim"] = head_dim
@@ -61,18 +83,23 @@ def read_common(
 def read_llama(settings: Settings) -> dict[str, Any]:
     """Convert a LlamaConfig to model.options."""
     options = read_common(settings, length=2048)
-    if settings.flag("attention_bias", False):
-        options |= {"qkv_bias": True, "out_bias": True}
+    options |= read_biases(settings)
     if settings.flag("mlp_bias", False):
         options["mlp_bias"] = True
     return options
 
 
+def read_biases(settings: Settings) -> dict[str, Any]:
+    """Convert ``attention_bias``, which stands for all four linears."""
+    names = ("qkv_bias", "out_bias") if settings.flag("attention_bias", False) else ()
+    return dict.fromkeys(names, True)
+
+
 def read_mistral(settings: Settings) -> dict[str, Any]:
     """Convert a MistralConfig to model.options.
 
-    A missing ``sliding_window`` is transformers' default of 4096 tokens, and null is none. A window has no effect on
-    sequences that are no longer than it.
+    A missing ``sliding_window`` is transformers' default of 4096 tokens, and null is none. A window
+    has no effect on sequences that are no longer than it.
     """
     options = read_common(settings, length=4096 * 32, kv_heads=8)
     window = settings.get("sliding_window") if "sliding_window" in settings.fields else 4096
@@ -111,14 +138,17 @@ def read_qwen(settings: Settings) -> dict[str, Any]:
         settings.get("sliding_window")
     else:
         settings.problems.append(
-            f"use_sliding_window with max_window_layers = {first}: some layers see a window and others all, which is "
-            f"not supported; set use_sliding_window to false for sequences no longer than sliding_window"
+            f"use_sliding_window with max_window_layers = {first}: some layers see a window and"
+            " others all, which is not supported; set use_sliding_window to false for sequences no"
+            " longer than sliding_window"
         )
     return options
 
 
 def read_qwen2(settings: Settings) -> dict[str, Any]:
-    """Convert a Qwen2Config to model.options. q, k and v always have biases; it has no field for them."""
+    """Convert a Qwen2Config to model.options. q, k and v always have biases;
+    it has no field for them.
+    """
     return read_qwen(settings) | {"qkv_bias": True}
 
 
@@ -127,13 +157,14 @@ def read_qwen3(settings: Settings) -> dict[str, Any]:
     options = read_qwen(settings) | {"qk_norm": True}
     if settings.fields.get("head_dim") is None:
         options["head_dim"] = 128
-    if settings.flag("attention_bias", False):
-        options |= {"qkv_bias": True, "out_bias": True}
+    options |= read_biases(settings)
     return options
 
 
 def write_common(options: Options) -> dict[str, Any]:
-    """Return the config.json fields of all four families, the rotary ones in the forms of transformers 4 and 5."""
+    """Return the config.json fields of all four families,
+    the rotary ones in the forms of transformers 4 and 5.
+    """
     scaling = None
     if options["rope_scaling_factor"] != 1:
         scaling = {
@@ -143,28 +174,23 @@ def write_common(options: Options) -> dict[str, Any]:
             "high_freq_factor": options["rope_high_freq_factor"],
             ORIGINAL_LENGTH: options["rope_original_length"],
         }
-    return {
-        "vocab_size": options["vocab_size"],
-        "hidden_size": options["hidden_size"],
-        "intermediate_size": options["ffn_size"],
-        "num_hidden_layers": options["num_layers"],
-        "num_attention_heads": options["num_heads"],
-        "num_key_value_heads": options["num_kv_heads"],
+    rotary = {"rope_theta": options["rope_theta"]}
+    return write_fields(options, COMMON) | {
         "head_dim": options["head_dim"] or options["hidden_size"] // options["num_heads"],
         "hidden_act": "silu",
-        "max_position_embeddings": options["max_sequence_length"],
-        "rms_norm_eps": options["norm_eps"],
-        "rope_theta": options["rope_theta"],
         "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": options["rope_theta"]},
-        "tie_word_embeddings": options["tied"],
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), **rotary},
+        **rotary,
         "attention_dropout": 0.0,
     }
 
 
 def write_llama(options: Options) -> dict[str, Any]:
     """Convert model.options to a LlamaConfig."""
-    return write_common(options) | {"attention_bias": options["qkv_bias"], "mlp_bias": options["mlp_bias"]}
+    return write_common(options) | {
+        "attention_bias": options["qkv_bias"],
+        "mlp_bias": options["mlp_bias"],
+    }
 
 
 def write_mistral(options: Options) -> dict[str, Any]:
@@ -184,9 +210,15 @@ def _write_qwen(options: Options) -> dict[str, Any]:
 
 
 def write_qwen2(options: Options) -> dict[str, Any]:
-    """Convert model.options to a Qwen2Config, with ``head_dim`` only if it is not hidden_size / num_heads."""
+    """Convert model.options to a Qwen2Config,
+    with ``head_dim`` only if it is not hidden_size / num_heads.
+    """
     usual = options["head_dim"] in (None, options["hidden_size"] // options["num_heads"])
-    return {name: value for name, value in _write_qwen(options).items() if name != "head_dim" or not usual}
+    return {
+        name: value
+        for name, value in _write_qwen(options).items()
+        if name != "head_dim" or not usual
+    }
 
 
 def write_qwen3(options: Options) -> dict[str, Any]:
@@ -195,7 +227,9 @@ def write_qwen3(options: Options) -> dict[str, Any]:
 
 
 def misfit(options: Options, **needed: Any) -> str | None:
-    """Describe the first option that differs from the value ``needed`` by a family; None: all fit."""
+    """Describe the first option that differs from the value ``needed`` by a family; None:
+    all fit.
+    """
     for name, value in needed.items():
         if options[name] != value:
             return f"model.options.{name} = {json.dumps(options[name])}"
@@ -203,11 +237,14 @@ def misfit(options: Options, **needed: Any) -> str | None:
 
 
 def other_bias(options: Options) -> str | None:
-    """Describe a model with only one of the two attention biases (qkv and out); None: both or neither."""
+    """Describe a model with only one of the two attention biases (qkv and out); None:
+    both or neither.
+    """
     if options["qkv_bias"] == options["out_bias"]:
         return None
     return (
-        f"model.options.qkv_bias = {json.dumps(options['qkv_bias'])} and out_bias = {json.dumps(options['out_bias'])}"
+        f"model.options.qkv_bias = {json.dumps(options['qkv_bias'])} and out_bias ="
+        f" {json.dumps(options['out_bias'])}"
     )
 
 
@@ -217,7 +254,9 @@ def _uneven(options: Options) -> str | None:
     LlamaConfig requires this even if ``head_dim`` is given.
     """
     hidden, heads = options["hidden_size"], options["num_heads"]
-    return f"model.options.hidden_size = {hidden} with num_heads = {heads}" if hidden % heads else None
+    return (
+        f"model.options.hidden_size = {hidden} with num_heads = {heads}" if hidden % heads else None
+    )
 
 
 LEFT_OUT = ("model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
@@ -229,9 +268,11 @@ LLAMA = Family(
     read_llama,
     write_llama,
     lambda options: (
-        misfit(options, **DENSE, qk_norm=False, sliding_window=None) or other_bias(options) or _uneven(options)
+        misfit(options, **DENSE, qk_norm=False, sliding_window=None)
+        or other_bias(options)
+        or _uneven(options)
     ),
-    rules,
+    decoder_rules,
     LEFT_OUT,
     "model.",
 )
@@ -240,19 +281,25 @@ MISTRAL = LLAMA._replace(
     architecture="MistralForCausalLM",
     read=read_mistral,
     write=write_mistral,
-    holds=lambda options: misfit(options, **DENSE, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False),
+    holds=lambda options: misfit(
+        options, **DENSE, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False
+    ),
 )
 QWEN2 = LLAMA._replace(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     read=read_qwen2,
     write=write_qwen2,
-    holds=lambda options: misfit(options, **DENSE, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
+    holds=lambda options: misfit(
+        options, **DENSE, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False
+    ),
 )
 QWEN3 = LLAMA._replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=read_qwen3,
     write=write_qwen3,
-    holds=lambda options: misfit(options, **DENSE, qk_norm=True, mlp_bias=False) or other_bias(options),
+    holds=lambda options: (
+        misfit(options, **DENSE, qk_norm=True, mlp_bias=False) or other_bias(options)
+    ),
 )

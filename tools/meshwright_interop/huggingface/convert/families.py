@@ -1,4 +1,6 @@
-"""Lookup of a model's family, by a transformers config.json or by a meshwright builder and its options."""
+"""Lookup of a model's family, by a transformers config.json or by a meshwright builder
+and its options.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.config import Model
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright_interop.huggingface.convert.decoders import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -20,7 +22,8 @@ FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, DEEPS
 
 
 def family_of_type(model_type: Any, place: str) -> Family:
-    """Return the family with the ``model_type`` of a config.json. ``place``: its path, for the error message.
+    """Return the family with the ``model_type`` of a config.json. ``place``: its path,
+    for the error message.
 
     Raises:
         ModelError: the model type is missing or not supported.
@@ -29,13 +32,17 @@ def family_of_type(model_type: Any, place: str) -> Family:
         if family.model_type == model_type:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
-    problem = f'model_type "{model_type}" is not supported' if model_type else "model_type is missing"
+    problem = (
+        f'model_type "{model_type}" is not supported' if model_type else "model_type is missing"
+    )
     raise ModelError("MW-INTEROP-031", f"{place}: {problem}; supported: {known}")
 
 
 def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a builder with its defaults filled in."""
-    function = find_function(builder, "model.builder", "a function that returns an nn.Sequential", ModelError)
+    function = find_function(
+        builder, "model.builder", "a function that returns an nn.Sequential", ModelError
+    )
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -45,7 +52,7 @@ def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return complete | {"moe": None} if complete.get("moe") == "none" else complete
 
 
-def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
+def family_of_model(model: Model, preferred: Any = None) -> Family:
     """Return the family that a meshwright model can be exported as.
 
     Args:
@@ -53,18 +60,19 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         preferred: a model_type that is tried first.
 
     Raises:
-        ModelError: no family can hold the model; lists the reason of each, or of a mixture that of the closest one.
+        ModelError: no family can hold the model; lists the reason of each, or of a mixture that of
+            the closest one.
     """
-    builder = config.model.builder
+    builder = model.builder
     candidates = [family for family in FAMILIES if family.builder == builder]
     if not candidates:
         known = ", ".join(dict.fromkeys(family.builder for family in FAMILIES))
         raise ModelError(
             "MW-INTEROP-032",
-            f"model.builder = {builder}: transformers has no names for its tensors, only for those of {known}. "
-            f"The checkpoint itself is plain safetensors, see docs/checkpoints.md",
+            f"model.builder = {builder}: transformers has no names for its tensors, only for those"
+            f" of {known}. The checkpoint itself is plain safetensors, see docs/checkpoints.md",
         )
-    options = with_defaults(builder, config.model.options)
+    options = with_defaults(builder, model.options)
     candidates.sort(key=lambda family: family.model_type != preferred)
     reasons = {}
     for family in candidates:
@@ -77,7 +85,9 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         said = f"; the closest is {closest}, which has another value than {reasons[closest]}"
     else:
         said = ": " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ModelError("MW-INTEROP-033", f"model.options fit no supported model of transformers{said}")
+    raise ModelError(
+        "MW-INTEROP-033", f"model.options fit no supported model of transformers{said}"
+    )
 
 
 def _closest_mixture(options: Mapping[str, Any]) -> Family:

@@ -1,4 +1,6 @@
-"""Conversion table of a model type: ``config.json`` <-> ``model.options``, transformers <-> meshwright tensors."""
+"""Conversion table of a model type: ``config.json`` <-> ``model.options``,
+transformers <-> meshwright tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,27 @@ class Family(NamedTuple):
     write: Callable[[Options], dict[str, Any]]
     """Function from options to the config.json fields that they determine."""
     holds: Callable[[Options], str | None]
-    """Function that returns the reason why a model with these options is not of this family; None: it is."""
+    """Function that returns the reason why a model with these options is not of this family; None:
+    it is.
+    """
     rules: Callable[[Options], list[TensorMapping]]
-    """Function that returns one rule per tensor of the model, in the order of the exported tensors."""
+    """Function that returns one rule per tensor of the model,
+    in the order of the exported tensors.
+    """
     left_out: tuple[str, ...] = ()
-    """Name patterns of tensors in transformers files that are no weights (masks, rotary tables); they are ignored."""
+    """Name patterns of tensors in transformers files that are no weights (masks, rotary tables);
+    they are ignored.
+    """
     prefix: str = ""
-    """Prefix of transformers names; files without it on any name hold the bare model, without the head class."""
+    """Prefix of transformers names; files without it on any name hold the bare model,
+    without the head class.
+    """
     unprefixed: tuple[str, ...] = ("lm_head.weight",)
     """Transformers names that have no prefix in any case."""
     head_by_file: bool = False
-    """True if the files decide on tying: the head is tied unless they hold one that differs from the embedding."""
+    """True if the files decide on tying: the head is tied unless they hold one that differs
+    from the embedding.
+    """
     task: str = "causal"
     """Value of ``data.task`` for training this model."""
     aliases: Mapping[str, str] = {}

@@ -35,8 +35,12 @@ def multipliers_of(options: Options) -> Multipliers:
     return Multipliers(embeddings, query, logits / embeddings if options["tied"] else logits)
 
 
-def fold_multipliers(rules: Sequence[TensorMapping], options: Options) -> tuple[list[TensorMapping], list[str]]:
-    """Return the rules with the factors of each tensor's parts, and notes for the user. ``options``: complete."""
+def fold_multipliers(
+    rules: Sequence[TensorMapping], options: Options
+) -> tuple[list[TensorMapping], list[str]]:
+    """Return the rules with the factors of each tensor's parts, and notes for the user.
+    ``options``: complete.
+    """
     found = multipliers_of(options)
     if found == Multipliers():
         return list(rules), []
@@ -50,17 +54,24 @@ def fold_multipliers(rules: Sequence[TensorMapping], options: Options) -> tuple[
         return (found.query,) if is_query else ()
 
     return [rule._replace(factors=factors_of(rule.ours)) for rule in rules], [
-        f"muP's multipliers are in the weights: embeddings x {found.embeddings:g}, q x {found.query:g}, last norm x "
-        f"{found.last_norm:g}; muP's learning-rate factors are not exported: set them again to train elsewhere"
+        f"muP's multipliers are in the weights: embeddings x {found.embeddings:g}, q x"
+        f" {found.query:g}, last norm x {found.last_norm:g}; muP's learning-rate factors are not"
+        " exported: set them again to train elsewhere"
     ]
 
 
 def refuse_multipliers(options: Options) -> None:
-    """Raise ConfigError for multipliers in a model that is imported, whose weights were trained without."""
+    """Raise ConfigError for multipliers in a model that is imported,
+    whose weights were trained without.
+    """
     if multipliers_of(options) != Multipliers():
-        given = ", ".join(f"{n} = {v}" for n, v in options.items() if n.startswith("mup_") and v not in (None, 1.0))
+        given = ", ".join(
+            f"{n} = {v}"
+            for n, v in options.items()
+            if n.startswith("mup_") and v not in (None, 1.0)
+        )
         raise ConfigError(
             "MW-INTEROP-098",
-            f"model.options: {given}: the imported weights were trained without muP's multipliers and would be another "
-            f"model with them: leave mup_base_size out",
+            f"model.options: {given}: the imported weights were trained without muP's multipliers"
+            " and would be another model with them: leave mup_base_size out",
         )

@@ -15,7 +15,9 @@ MIN_THETA = 1e-3
 
 
 def read_rope(settings: Settings, default_theta: float) -> dict[str, Any]:
-    """Convert the rotary embedding: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters`` that holds both."""
+    """Convert the rotary embedding: ``rope_theta`` with ``rope_scaling``,
+    or ``rope_parameters`` that holds both.
+    """
     theta = settings.get("rope_theta", default_theta)
     outer = settings.get("rope_parameters")
     rope = settings.get("rope_scaling") or outer or {}
@@ -23,7 +25,9 @@ def read_rope(settings: Settings, default_theta: float) -> dict[str, Any]:
         settings.problems.append(f"rope_scaling = {json.dumps(rope)}: an object is needed")
         return {}
     section = "rope_scaling" if rope is not outer else "rope_parameters"
-    inner = Settings({name: value for name, value in rope.items() if name != "type"}, settings.place)
+    inner = Settings(
+        {name: value for name, value in rope.items() if name != "type"}, settings.place
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     options: dict[str, Any] = {"rope_theta": inner.real("rope_theta", theta, minimum=MIN_THETA)}
     inner.get("rope_type")
@@ -37,22 +41,27 @@ def read_rope(settings: Settings, default_theta: float) -> dict[str, Any]:
         options["rope_original_length"] = inner.number(ORIGINAL_LENGTH, length)
         if outer_length not in (None, options["rope_original_length"]):
             inner.problems.append(
-                f"{ORIGINAL_LENGTH} = {options['rope_original_length']}, and {json.dumps(outer_length)} outside of it, "
-                f"which transformers 5 reads, and 4 does not: leave one of them out"
+                f"{ORIGINAL_LENGTH} = {options['rope_original_length']}, and"
+                f" {json.dumps(outer_length)} outside of it, which transformers 5 reads, and 4 does"
+                " not: leave one of them out"
             )
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             if rope.get(name) is None:
                 inner.problems.append(f'{name} is missing, which rope_type "llama3" needs')
     elif kind != "default":
         inner.problems.append(
-            f'rope_type = {json.dumps(kind)} is not supported, only "default" and "llama3": it changes the rotary '
-            f"angles. To train without it, on sequences of the length of the original pretraining, remove it from "
-            f"config.json"
+            f'rope_type = {json.dumps(kind)} is not supported, only "default" and "llama3": it'
+            " changes the rotary angles. To train without it, on sequences of the length of the"
+            " original pretraining, remove it from config.json"
         )
     for name, value in rope.items():
         if isinstance(value, dict):
             inner.problems.append(f"{name}: rotary settings per layer type are not supported")
     settings.problems += [f"{section}: {problem}" for problem in inner.problems]
-    for name in rope.keys() - inner.read_fields - {"type"} if kind == "llama3" or kind == "default" else ():
-        settings.notes.append(f"{settings.place}: {section}.{name} = {json.dumps(rope[name])} is not known here")
+    for name in (
+        rope.keys() - inner.read_fields - {"type"} if kind == "llama3" or kind == "default" else ()
+    ):
+        settings.notes.append(
+            f"{settings.place}: {section}.{name} = {json.dumps(rope[name])} is not known here"
+        )
     return options

@@ -1,79 +1,33 @@
 """Validated access to the fields of a ``config.json``.
 
-There are fields to convert, fields with only some supported values, and fields without effect on the logits. All other
-fields are reported at the end, since an unknown field may change the outputs of the model.
+There are fields to convert, fields with only some supported values, and fields without effect on
+the logits. All other fields are reported at the end, since an unknown field may change the outputs
+of the model.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from meshwright.errors import ModelError
 
-IGNORED = {
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "decoder_start_token_id",
-    "diversity_penalty",
-    "do_sample",
-    "dtype",
-    "early_stopping",
-    "eos_token_id",
-    "gradient_checkpointing",
-    "id2label",
-    "initializer_factor",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "length_penalty",
-    "max_length",
-    "max_window_layers",
-    "min_length",
-    "model_type",
-    "n_ctx",
-    "n_positions",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_attentions",
-    "output_hidden_states",
-    "output_past",
-    "output_scores",
-    "pad_token_id",
-    "prefix",
-    "pretraining_tp",
-    "problem_type",
-    "repetition_penalty",
-    "return_dict",
-    "return_dict_in_generate",
-    "sep_token_id",
-    "task_specific_params",
-    "temperature",
-    "tf_legacy_loss",
-    "tokenizer_class",
-    "top_k",
-    "top_p",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-    "typical_p",
-    "use_bfloat16",
-    "use_cache",
-    "classifier_dropout",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-}
+WITHOUT_EFFECT = """
+    _attn_implementation_autoset _name_or_path architectures bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping eos_token_id gradient_checkpointing
+    id2label initializer_factor initializer_range is_encoder_decoder label2id length_penalty
+    max_length max_window_layers min_length model_type n_ctx n_positions num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states output_past
+    output_scores pad_token_id prefix pretraining_tp problem_type repetition_penalty
+    return_dict return_dict_in_generate sep_token_id task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p use_bfloat16 use_cache classifier_dropout summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+"""
+IGNORED = frozenset(WITHOUT_EFFECT.split())
 """Fields without effect on the logits; they are ignored without a note."""
 
 
@@ -98,7 +52,9 @@ class Settings:
         aliases: second names of fields, which transformers accepts as well -> their first names.
     """
 
-    def __init__(self, fields: Mapping[str, Any], place: str, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], place: str, aliases: Mapping[str, str] | None = None
+    ) -> None:
         self.fields = dict(fields)
         self.place = place
         self.problems: list[str] = []
@@ -114,8 +70,8 @@ class Settings:
         value = self.fields.pop(alias)
         if self.fields.setdefault(name, value) != value:
             self.problems.append(
-                f"{alias} = {json.dumps(value)} and {name} = {json.dumps(self.fields[name])} are one field under two "
-                f"names: leave one of them out"
+                f"{alias} = {json.dumps(value)} and {name} = {json.dumps(self.fields[name])} are"
+                " one field under two names: leave one of them out"
             )
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -124,23 +80,31 @@ class Settings:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def number(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+    def number(
+        self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int:
         """Return a field that must be a whole number from ``minimum`` to ``maximum``."""
         value = self.get(name, default)
         if not _is_integer(value) or not minimum <= value <= maximum:
             problem = "is missing" if value is None else f"= {json.dumps(value)}"
             limit = f"to {maximum}" if _is_integer(value) and value > maximum else "up"
-            self.problems.append(f"{name} {problem}: a whole number from {minimum} {limit} is needed")
+            self.problems.append(
+                f"{name} {problem}: a whole number from {minimum} {limit} is needed"
+            )
             return max(minimum, 1)
         return int(value)
 
-    def real(self, name: str, default: float, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
+    def real(
+        self, name: str, default: float, *, minimum: float = 0.0, maximum: float = math.inf
+    ) -> float:
         """Return a field that must be a finite number from ``minimum`` to ``maximum``."""
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not minimum <= value <= maximum or not math.isfinite(value):
             limit = "up" if maximum == math.inf else f"to {maximum:g}"
-            self.problems.append(f"{name} = {json.dumps(value)}: a number from {minimum:g} {limit} is needed")
+            self.problems.append(
+                f"{name} = {json.dumps(value)}: a number from {minimum:g} {limit} is needed"
+            )
             return default
         return float(value)
 
@@ -149,7 +113,9 @@ class Settings:
         return self.real(name, default, minimum=SMALLEST)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a field that must be true or false. null counts as false, as in transformers' own conditions."""
+        """Return a field that must be true or false. null counts as false,
+        as in transformers' own conditions.
+        """
         self.read_fields.add(name)
         value = self.fields.get(name, default)
         if not isinstance(value, bool | None):
@@ -158,7 +124,8 @@ class Settings:
         return bool(value)
 
     def must_be(self, name: str, *values: Any) -> None:
-        """Require one of the supported ``values`` of a field that changes outputs; the first is its default.
+        """Require one of the supported ``values`` of a field that changes outputs;
+        the first is its default.
 
         null counts as false where true and false are meant, else as the default.
         """
@@ -171,27 +138,75 @@ class Settings:
             self.problems.append(f"{name} = {json.dumps(value)} is not supported, only {allowed}")
 
     def end(self) -> None:
-        """Check token ids and quantisation, raise the collected problems, and add a note for each unknown field.
+        """Check token ids and quantisation, raise the collected problems,
+        and add a note for each unknown field.
 
         Raises:
             ModelError: all problems found, a line each.
         """
         for name in TOKEN_IDS:
             value = self.fields.get(name)
-            token_ids: list[Any] = value if isinstance(value, list) and name == "eos_token_id" else [value]
-            if value is not None and not all(_is_integer(each) and abs(each) < MAX_ROWS for each in token_ids):
-                self.problems.append(f"{name} = {json.dumps(value)}: the number of a token is needed, or null")
+            token_ids: list[Any] = (
+                value if isinstance(value, list) and name == "eos_token_id" else [value]
+            )
+            if value is not None and not all(
+                _is_integer(each) and abs(each) < MAX_ROWS for each in token_ids
+            ):
+                self.problems.append(
+                    f"{name} = {json.dumps(value)}: the number of a token is needed, or null"
+                )
         if self.fields.get("quantization_config"):
             self.problems.append(
-                "quantization_config: the weights are quantised; take the original ones, or save them in bfloat16 "
-                "with transformers (model.dequantize(); model.save_pretrained(...))"
+                "quantization_config: the weights are quantised; take the original ones, or save"
+                " them in bfloat16 with transformers (model.dequantize();"
+                " model.save_pretrained(...))"
             )
         if self.problems:
-            raise ModelError("MW-INTEROP-038", "\n".join(f"{self.place}: {problem}" for problem in self.problems))
+            raise ModelError(
+                "MW-INTEROP-038", "\n".join(f"{self.place}: {problem}" for problem in self.problems)
+            )
         for name, value in self.fields.items():
             is_unset = value is None or value is False or value == [] or value == {}
             if name not in self.read_fields | IGNORED and not is_unset:
-                self.notes.append(f"{self.place}: {name} = {json.dumps(value)[:80]} is not known here and is left out")
+                self.notes.append(
+                    f"{self.place}: {name} = {json.dumps(value)[:80]} is not known here and is"
+                    " left out"
+                )
+
+
+class Field(NamedTuple):
+    """Row of a table of fields: one field of a config.json that is one option of ours."""
+
+    theirs: str
+    ours: str
+    kind: str = "number"
+    """Method of Settings that reads it: number, positive, real or flag."""
+    default: Any = None
+    """Value of transformers' config class where the field is missing, or a function of the options
+    before it.
+    """
+    maximum: float | None = None
+
+    def read(self, settings: Settings, default: Any) -> Any:
+        """Return the validated value of a config.json."""
+        limits = {} if self.maximum is None else {"maximum": self.maximum}
+        return getattr(settings, self.kind)(self.theirs, default, **limits)
+
+
+def read_fields(settings: Settings, fields: Sequence[Field], **defaults: Any) -> dict[str, Any]:
+    """Return the options of a table of fields. ``defaults``: field -> default of one model type."""
+    options: dict[str, Any] = {}
+    for field in fields:
+        default = defaults.get(field.theirs, field.default)
+        options[field.ours] = field.read(
+            settings, default(options) if callable(default) else default
+        )
+    return options
+
+
+def write_fields(options: Mapping[str, Any], fields: Sequence[Field]) -> dict[str, Any]:
+    """Return the fields of a config.json from options."""
+    return {field.theirs: options[field.ours] for field in fields}
 
 
 def _is_integer(value: Any) -> bool:

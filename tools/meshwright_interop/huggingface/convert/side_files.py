@@ -1,7 +1,9 @@
-"""Files that accompany the weights (tokenizer files, generation_config.json), and the tokenizer's fit to the model.
+"""Files that accompany the weights (tokenizer files, generation_config.json),
+and the tokenizer's fit to the model.
 
-An imported run keeps them in ``huggingface/`` below its run directory, and ``data.tokenizer`` points there. A run that
-was not imported has only the tokenizer.json of its corpus; the other files are generated from it.
+An imported run keeps them in ``huggingface/`` below its run directory, and ``data.tokenizer``
+points there. A run that was not imported has only the tokenizer.json of its corpus; the other files
+are generated from it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from meshwright.config import RunConfig
+from meshwright.config import Data, Model
 from meshwright.data.tokenizer import END_OF_DOCUMENT, load
 from meshwright.errors import DataError
 from meshwright_interop.huggingface.files import (
@@ -31,13 +33,15 @@ NUM_TOKENS = 2**32
 """Upper limit of token ids (exclusive)."""
 
 
-def side_file_directory(run: Path, config: RunConfig) -> Path | None:
-    """Return the directory of a run's side files: its ``huggingface/``, or that of its tokenizer; None: neither."""
+def side_file_directory(run: Path, data: Data) -> Path | None:
+    """Return the directory of a run's side files: its ``huggingface/``, or that of its tokenizer;
+    None: neither.
+    """
     if (run / DIRECTORY / CONFIG).is_file():
         return run / DIRECTORY
-    if config.data.tokenizer is None:
+    if data.tokenizer is None:
         return None
-    directory = Path(config.data.tokenizer).parent
+    directory = Path(data.tokenizer).parent
     return directory if directory.is_dir() else None
 
 
@@ -65,12 +69,15 @@ def check_vocabulary(path: Path, vocab_size: int, origin: str) -> list[str]:
             "MW-INTEROP-040",
             f"{path} does not fit the model: its token {token!r} is number {last}"
             + (f", one of {beyond} beyond the model" if beyond > 1 else "")
-            + f", and {origin} has vocab_size = {vocab_size}, rows 0 to {vocab_size - 1}: give the tokenizer that "
-            f"belongs to the model, or remove the added tokens from {path.name}",
+            + f", and {origin} has vocab_size = {vocab_size}, rows 0 to {vocab_size - 1}: give the"
+            f" tokenizer that belongs to the model, or remove the added tokens from {path.name}",
         )
     if last + 1 == vocab_size:
         return []
-    return [f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the remaining rows are unused"]
+    return [
+        f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the remaining"
+        " rows are unused"
+    ]
 
 
 def check(source: Path) -> None:
@@ -88,34 +95,42 @@ def read_side_file(source: Path | None, name: str) -> dict[str, Any]:
     return read_json(source / name, "") if source is not None and (source / name).is_file() else {}
 
 
-def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any]:
+def write(source: Path | None, target: Path, data: Data, model: Model) -> dict[str, Any]:
     """Write the side files of a model into ``target``.
 
     Args:
         source: directory of the existing files; missing ones are generated from ``data.tokenizer``.
         target: the exported directory.
-        config: the run's configuration.
+        data: section of the run's configuration, and so ``model``.
 
     Returns:
-        Ids of the special tokens for config.json: ``bos_token_id`` and ``eos_token_id``, None if unknown.
+        Ids of the special tokens for config.json: ``bos_token_id`` and ``eos_token_id``, None if
+        unknown.
     """
     copied = [] if source is None else copy_side_files(source, target)
-    if TOKENIZER not in copied and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
-        shutil.copyfile(config.data.tokenizer, target / TOKENIZER)
+    own = data.tokenizer
+    if TOKENIZER not in copied and own is not None and Path(own).is_file():
+        shutil.copyfile(own, target / TOKENIZER)
         copied.append(TOKENIZER)
     tokenizer = load(target / TOKENIZER) if TOKENIZER in copied else None
     ids = _special_ids(source, tokenizer)
     if tokenizer is not None and TOKENIZER_CONFIG not in copied:
-        _write_tokenizer_config(target, tokenizer, ids, config)
+        max_length = model.options.get("max_sequence_length", data.sequence_length)
+        _write_tokenizer_config(target, tokenizer, ids, max_length)
     if GENERATION not in copied and any(token_id is not None for token_id in ids.values()):
-        write_json(target / GENERATION, {name: token_id for name, token_id in ids.items() if token_id is not None})
+        write_json(
+            target / GENERATION,
+            {name: token_id for name, token_id in ids.items() if token_id is not None},
+        )
     return ids
 
 
 def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return ``bos_token_id`` and ``eos_token_id`` of the first source that has an ``eos_token_id``.
+    """Return ``bos_token_id`` and ``eos_token_id`` of the first source
+    that has an ``eos_token_id``.
 
-    Order: generation_config.json, config.json, tokenizer_config.json, the tokenizer. If none has it, both are None and
+    Order: generation_config.json, config.json, tokenizer_config.json, the tokenizer. If none has
+        it, both are None and
     are written as null: the defaults of transformers' config classes fit one released model each.
     """
     names = ("bos_token_id", "eos_token_id")
@@ -123,30 +138,49 @@ def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, 
     if tokenizer is not None:
         fields = read_side_file(source, TOKENIZER_CONFIG)
         tokens = {name: fields.get(name.removesuffix("_id")) for name in names}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        candidates.append({name: tokenizer.token_to_id(text) for name, text in texts.items() if isinstance(text, str)})
+        texts = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in tokens.items()
+        }
+        candidates.append(
+            {
+                name: tokenizer.token_to_id(text)
+                for name, text in texts.items()
+                if isinstance(text, str)
+            }
+        )
         candidates.append(dict.fromkeys(names, tokenizer.token_to_id(END_OF_DOCUMENT)))
     chosen = next((ids for ids in candidates if ids.get("eos_token_id") is not None), {})
     return {name: chosen.get(name) for name in names}
 
 
-def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], config: RunConfig) -> None:
-    """Write a tokenizer_config.json with the generic tokenizer class, since tokenizer.json defines the tokenizer."""
+def _write_tokenizer_config(
+    target: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], max_length: int
+) -> None:
+    """Write a tokenizer_config.json with the generic tokenizer class,
+    since tokenizer.json defines the tokenizer.
+    """
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": config.model.options.get("max_sequence_length", config.data.sequence_length),
-        "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids, which GPT-2 would add to the tokens
+        "model_max_length": max_length,
+        # no token_type_ids, which GPT-2 would add to the tokens
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
     for name, value in ids.items():
         token_id = value[0] if isinstance(value, list) and value else value
-        token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and 0 <= token_id < NUM_TOKENS else None
+        token = (
+            tokenizer.id_to_token(token_id)
+            if isinstance(token_id, int) and 0 <= token_id < NUM_TOKENS
+            else None
+        )
         fields |= {name.removesuffix("_id"): token} if token is not None else {}
     write_json(target / TOKENIZER_CONFIG, fields)
 
 
 def imported_config(source: Path | None, model_type: str | None = None) -> dict[str, Any]:
-    """Return the config.json that a run was imported from; its fields without a meshwright option stay in the export.
+    """Return the config.json that a run was imported from;
+    its fields without a meshwright option stay in the export.
 
     Empty if the run was not imported, or if ``model_type`` is given and differs.
     """

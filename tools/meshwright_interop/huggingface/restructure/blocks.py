@@ -1,4 +1,6 @@
-"""Patterns of module names: entries that are equal in all blocks of a model become one entry, ``block*``."""
+"""Patterns of module names: entries that are equal in all blocks of a model become one entry,
+``block*``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import nn
 
 
 def merge_blocks(values_by_name: Mapping[str, Any], layers: nn.Module) -> dict[str, Any]:
-    """Merge entries that are equal in all blocks that have the module: ``block0.x``, ``block1.x`` -> ``block*.x``."""
+    """Merge entries that are equal in all blocks that have the module: ``block0.x``,
+    ``block1.x`` -> ``block*.x``.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values_by_name.items():
         groups.setdefault(_in_any_block(name), {})[name] = value

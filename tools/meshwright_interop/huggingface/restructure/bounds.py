@@ -1,4 +1,5 @@
-"""Bounds of a model that a config.json of anyone describes: its fields, and the tensors that it fills on the CPU.
+"""Bounds of a model that a config.json of anyone describes: its fields,
+and the tensors that it fills on the CPU.
 
 config.json     fields within bounds                          before transformers reads them
 the skeleton    parameters on meta, at any size
@@ -28,7 +29,9 @@ MAX_WIDTH = 2**24
 MAX_ROWS = 2**31
 """Largest vocabulary and largest number of positions."""
 MAX_FILLED = 2**28
-"""Largest number of elements of a tensor that building the model fills on the CPU: 1 GiB in float32."""
+"""Largest number of elements of a tensor that building the model fills on the CPU:
+1 GiB in float32.
+"""
 MAX_FILLED_IN_ALL = 2**30
 """Largest number of elements that all these operations fill together."""
 
@@ -44,7 +47,11 @@ class FieldBounds(NamedTuple):
 
 COUNTS = (
     FieldBounds(re.compile(r"num_hidden_layers|num_layers|n_layers?"), 1, MAX_LAYERS),
-    FieldBounds(re.compile(r"num_attention_heads|num_key_value_heads|num_heads|n_heads?|head_dim"), 1, MAX_HEADS),
+    FieldBounds(
+        re.compile(r"num_attention_heads|num_key_value_heads|num_heads|n_heads?|head_dim"),
+        1,
+        MAX_HEADS,
+    ),
     FieldBounds(re.compile(r".*layers?"), -1, MAX_LAYERS),
     FieldBounds(re.compile(r".*heads?(_.*)?"), -1, MAX_HEADS),
     FieldBounds(re.compile(r".*experts?(_.*)?"), -1, MAX_EXPERTS),
@@ -52,7 +59,9 @@ COUNTS = (
     FieldBounds(re.compile(r".*(_size|_dim|_rank|_inner)|d_(ff|kv)"), -1, MAX_WIDTH),
     FieldBounds(re.compile(r".*(position|vocab|sequence|length|window).*"), -1, MAX_ROWS),
 )
-"""Bounds of whole numbers; the first pattern that matches counts. Lists hold several of such numbers."""
+"""Bounds of whole numbers; the first pattern that matches counts.
+Lists hold several of such numbers.
+"""
 DIVISORS = re.compile(
     r"(.*_)?rope_theta|rotary(_emb)?_base|rope_base|rope_local_base_freq|beta_(fast|slow)|"
     r"factor|.*_freq_factor|(attention|short|long|partial_rotary)_factor|.*scaling_factor|"
@@ -101,7 +110,11 @@ def _wanted(name: str, value: int | float) -> str | None:
         may_be = MAY_BE_INFINITE.fullmatch(name) is not None and not math.isnan(value)
         return None if may_be else "a finite number is needed"
     if DIVISORS.fullmatch(name):
-        return None if 0 < value < MAX_INT64 else "a number above 0 and below 2^63 is needed: the model divides by it"
+        return (
+            None
+            if 0 < value < MAX_INT64
+            else "a number above 0 and below 2^63 is needed: the model divides by it"
+        )
     if isinstance(value, float):
         return None
     found = next((bounds for bounds in COUNTS if bounds.pattern.fullmatch(name)), None)
@@ -110,10 +123,11 @@ def _wanted(name: str, value: int | float) -> str | None:
 
 
 class FillLimit(TorchDispatchMode):
-    """Dispatch mode that refuses operations whose results on the CPU would exceed ``MAX_FILLED`` elements.
+    """Dispatch mode that refuses operations whose results
+    on the CPU would exceed ``MAX_FILLED`` elements.
 
-    Each operation runs on meta first, which takes no memory. Views, and tensors that are only reserved (torch.empty),
-    as parameters are before they move to meta, cost nothing.
+    Each operation runs on meta first, which takes no memory. Views, and tensors that are only
+    reserved (torch.empty), as parameters are before they move to meta, cost nothing.
     """
 
     def __init__(self, place: str) -> None:
@@ -127,13 +141,17 @@ class FillLimit(TorchDispatchMode):
             numel = _numel_of_result(func, args, kwargs)
             self._filled += numel
             if numel > MAX_FILLED or self._filled > MAX_FILLED_IN_ALL:
-                what = f"a tensor of {numel:,}" if numel > MAX_FILLED else f"tensors of {self._filled:,}"
+                what = (
+                    f"a tensor of {numel:,}"
+                    if numel > MAX_FILLED
+                    else f"tensors of {self._filled:,}"
+                )
                 most = MAX_FILLED if numel > MAX_FILLED else MAX_FILLED_IN_ALL
                 raise ModelError(
                     "MW-INTEROP-145",
-                    f"{self._place}: building it would fill {what} elements outside of its weights (in "
-                    f"{func._schema.name.partition('::')[2]}), and at most {most:,} are allowed: correct the sizes in "
-                    f"it, such as max_position_embeddings",
+                    f"{self._place}: building it would fill {what} elements outside of its weights"
+                    f" (in {func._schema.name.partition('::')[2]}), and at most {most:,} are"
+                    " allowed: correct the sizes in it, such as max_position_embeddings",
                 )
         return func(*args, **kwargs)
 
@@ -142,8 +160,15 @@ def _is_free(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True for an operation on meta, a view, and one that only reserves memory."""
     tensors = [each for each in tree_leaves((args, dict(kwargs))) if isinstance(each, Tensor)]
     on_meta = any(each.is_meta for each in tensors) or str(kwargs.get("device", "")) == "meta"
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-    return on_meta or is_view or func._schema.name.partition("::")[2].startswith(("empty", "new_empty"))
+    is_view = any(
+        each.alias_info is not None and not each.alias_info.is_write
+        for each in func._schema.returns
+    )
+    return (
+        on_meta
+        or is_view
+        or func._schema.name.partition("::")[2].startswith(("empty", "new_empty"))
+    )
 
 
 def _numel_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -162,4 +187,6 @@ def _numel_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             result = func(*tree_map(on_meta, args), **moved)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             return 0
-    return max((each.numel() for each in tree_leaves(result) if isinstance(each, Tensor)), default=0)
+    return max(
+        (each.numel() for each in tree_leaves(result) if isinstance(each, Tensor)), default=0
+    )

@@ -1,7 +1,9 @@
-"""Persistent buffers of a transformers model as frozen parameters: loaded, sent to the ranks and saved by name.
+"""Persistent buffers of a transformers model as frozen parameters: loaded,
+sent to the ranks and saved by name.
 
-Such a buffer is a constant of the forward: the bias of a router that some trainer has balanced, a slope, a scale of a
-layer. It keeps its value, as it does in transformers' own training. A forward that writes one is refused.
+Such a buffer is a constant of the forward: the bias of a router that some trainer has balanced, a
+slope, a scale of a layer. It keeps its value, as it does in transformers' own training. A forward
+that writes one is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from meshwright.errors import ModelError
 
 
 def freeze_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Replace the persistent floating-point buffers of a model by frozen parameters on meta, in place.
+    """Replace the persistent floating-point buffers of a model by frozen parameters on meta,
+    in place.
 
     Returns:
         Name of each -> its value as the model is built.
@@ -23,7 +26,11 @@ def freeze_buffers(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         for name, buffer in list(module._buffers.items()):
-            if buffer is None or name in module._non_persistent_buffers_set or not buffer.is_floating_point():
+            if (
+                buffer is None
+                or name in module._non_persistent_buffers_set
+                or not buffer.is_floating_point()
+            ):
                 continue
             del module._buffers[name]
             outline = torch.empty_like(buffer, dtype=torch.float32, device="meta")
@@ -34,7 +41,9 @@ def freeze_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def versions(module: nn.Module) -> dict[str, int]:
     """Return the number of in-place writes to each frozen parameter so far."""
-    return {name: each._version for name, each in module.named_parameters() if not each.requires_grad}
+    return {
+        name: each._version for name, each in module.named_parameters() if not each.requires_grad
+    }
 
 
 def check_unchanged(module: nn.Module, before: Mapping[str, int], place: str) -> None:
@@ -47,5 +56,6 @@ def check_unchanged(module: nn.Module, before: Mapping[str, int], place: str) ->
         if version != before[name]:
             raise ModelError(
                 "MW-INTEROP-116",
-                f"{place}: its forward writes {name}: such a state would differ between ranks, and is not carried over",
+                f"{place}: its forward writes {name}: such a state would differ between ranks, and"
+                " is not carried over",
             )

@@ -1,4 +1,6 @@
-"""Values of constants on the meta device, where tensors have none: a model may branch on a mask that is all ones."""
+"""Values of constants on the meta device, where tensors have none:
+a model may branch on a mask that is all ones.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 LARGEST = 1 << 20
 """Elements of a constant at most: larger ones get no value."""
-UNFILLED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+UNFILLED = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_permuted",
+)
 """Operations whose result has no defined value."""
 OF_SHAPES = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 """Operations that use only the shape of their operand."""
 
 
 class MetaConstants(TorchDispatchMode):
-    """Dispatch mode that computes each meta tensor that depends on no token and no weight on the CPU as well.
+    """Dispatch mode that computes each meta tensor that depends on no token and no weight
+    on the CPU as well.
 
-    ``item()`` and ``bool()`` of such a tensor return its value. Of any other meta tensor they raise, as without the
+    ``item()`` and ``bool()`` of such a tensor return its value. Of any other meta tensor they
+    raise, as without the
     mode: the branches of the forward would depend on data.
     """
 
@@ -42,14 +53,21 @@ class MetaConstants(TorchDispatchMode):
             with _disable_current_modes():
                 return self._value(args[0]).item()
         result = func(*args, **kwargs)
-        results = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta]
+        results = [
+            each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta
+        ]
         if results:
-            with _disable_current_modes():  # another mode would hash each value on the CPU, element by element
+            # another mode would hash each value on the CPU, element by element
+            with _disable_current_modes():
                 self._follow(func, args, kwargs, results, is_known and name not in UNFILLED)
         return result
 
-    def _follow(self, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor], is_known: bool) -> None:
-        """Compute the values of an operation's results on the CPU; without known operands, remove those it writes."""
+    def _follow(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor], is_known: bool
+    ) -> None:
+        """Compute the values of an operation's results on the CPU; without known operands,
+        remove those it writes.
+        """
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         values = None
         if is_known and not is_random and all(each.numel() <= LARGEST for each in results):
@@ -64,7 +82,9 @@ class MetaConstants(TorchDispatchMode):
         return not tensor.is_meta or tensor.untyped_storage()._cdata in self._values
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Return the value of a constant on the CPU, in the same place of its storage; without one: zeros."""
+        """Return the value of a constant on the CPU, in the same place of its storage; without one:
+        zeros.
+        """
         if not tensor.is_meta:
             return tensor
         storage = self._values.get(tensor.untyped_storage()._cdata)
@@ -88,11 +108,15 @@ class MetaConstants(TorchDispatchMode):
         return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
 
     def _store(self, tensor: Tensor, value: Tensor) -> None:
-        """Store the value of a result, unless it lies in a storage that has one: a view, or written in place."""
+        """Store the value of a result, unless it lies in a storage that has one: a view,
+        or written in place.
+        """
         key = tensor.untyped_storage()._cdata
         if key not in self._values:
             self._alive.append(tensor)
-            self._values[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+            self._values[key] = torch.empty(
+                tensor.untyped_storage().nbytes(), dtype=torch.uint8
+            ).untyped_storage()
             self._value(tensor).copy_(value)
 
     def _forget(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -106,5 +130,7 @@ class MetaConstants(TorchDispatchMode):
 
 
 def constants_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context manager of a forward on ``device``: :class:`MetaConstants` on meta, else none."""
+    """Return the context manager of a forward on ``device``: :class:`MetaConstants` on meta,
+    else none.
+    """
     return MetaConstants() if device.type == "meta" else nullcontext()

@@ -1,4 +1,6 @@
-"""Cut of a transformers model at the modules of its pipeline plan, or of a plan derived from its module lists."""
+"""Cut of a transformers model at the modules of its pipeline plan,
+or of a plan derived from its module lists.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from meshwright_interop.huggingface.restructure.marks import ModulePlaceholder, 
 from meshwright_interop.huggingface.restructure.proof import ForwardProof
 
 _PROVEN: set[tuple[str, frozenset[Any]]] = set()
-"""Description and forwards of each model whose derived cut this process has proven: the proof depends on these."""
+"""Description and forwards of each model whose derived cut this process has proven:
+the proof depends on these.
+"""
 
 
 class LayerModules(NamedTuple):
-    """One layer of the Sequential: its name, and child name -> name in transformers, in order of execution."""
+    """One layer of the Sequential: its name, and child name -> name in transformers,
+    in order of execution.
+    """
 
     name: str
     modules: dict[str, str]
@@ -36,33 +42,44 @@ def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
     """Cut the model: replace its planned modules by marks, and group these modules into layers.
 
     Returns:
-        Name of each planned module in the Sequential -> its name in transformers, and the Sequential of layers.
+        Name of each planned module in the Sequential -> its name in transformers, and the
+        Sequential of layers.
 
     Raises:
-        ModelError: the plan names a module that the model lacks, a parameter belongs to no planned module, or the
-            forward does not call each planned module exactly once.
+        ModelError: the plan names a module that the model lacks, a parameter belongs to no planned
+            module, or the forward does not call each planned module exactly once.
     """
     plan = list(model._pp_plan)
     planned, in_lists = _planned(model, plan, place)
     state = RunState(model.config.get_text_config().hidden_size)
-    _set_marks(model, plan, {name: ModulePlaceholder(name, each, state) for name, each in planned.items()}, place)
+    _set_marks(
+        model,
+        plan,
+        {name: ModulePlaceholder(name, each, state) for name, each in planned.items()},
+        place,
+    )
     frame = ModelSkeleton(model, state, _description(model))
     order = _order(frame, planned, place)
     return _layers(frame, order, planned, in_lists, PipelineLayer)
 
 
 def cut_by_trace(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
-    """Cut a model without a declared pipeline plan at its module lists, and prove the result; see derived.py.
+    """Cut a model without a declared pipeline plan at its module lists, and prove the result;
+    see derived.py.
 
     Raises:
         ModelError: the model has no module list, or its layers would not compute its logits.
     """
-    refusal = f"{place}: {type(model).__name__} declares no plan for a pipeline (base_model_pp_plan), and "
+    refusal = (
+        f"{place}: {type(model).__name__} declares no plan for a pipeline (base_model_pp_plan),"
+        " and "
+    )
     plan = derive_plan(model)
     if not plan:
         raise ModelError(
             "MW-INTEROP-071",
-            f"{refusal}has no module list to cut at: write it as code, see docs/huggingface-models.md",
+            f"{refusal}has no module list to cut at: write it as code, see"
+            " docs/huggingface-models.md",
         )
     planned, in_lists = _planned(model, plan, place)
     known = (
@@ -74,11 +91,17 @@ def cut_by_trace(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]
     except Exception as error:
         raise ModelError(
             "MW-INTEROP-108",
-            f"{refusal}none can be derived, because its forward fails on meta tensors: {type(error).__name__}: {error}",
+            f"{refusal}none can be derived, because its forward fails on meta tensors:"
+            f" {type(error).__name__}: {error}",
         ) from error
     _check_calls(proof.observation.order, planned, place)
     state = DerivedRunState(proof.observation.forms)
-    _set_marks(model, plan, {name: DerivedPlaceholder(name, each, state) for name, each in planned.items()}, place)
+    _set_marks(
+        model,
+        plan,
+        {name: DerivedPlaceholder(name, each, state) for name, each in planned.items()},
+        place,
+    )
     frame = DerivedSkeleton(model, state, _description(model))
     names, layers = _layers(frame, _order(frame, planned, place), planned, in_lists, DerivedLayer)
     frame.num_first = len(list(layers[0].children()))
@@ -90,8 +113,9 @@ def cut_by_trace(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]
     if problem is not None:
         raise ModelError(
             "MW-INTEROP-109",
-            f"{refusal}the cut at its module lists is not the same model, because one tensor between its layers is not "
-            f"enough ({problem}): write it as code, see docs/huggingface-models.md",
+            f"{refusal}the cut at its module lists is not the same model, because one tensor"
+            f" between its layers is not enough ({problem}): write it as code, see"
+            " docs/huggingface-models.md",
         )
     _PROVEN.add(known)
     return names, layers
@@ -104,7 +128,9 @@ def _layers(
     in_lists: set[str],
     kind: type[PipelineLayer],
 ) -> tuple[dict[str, str], nn.Sequential]:
-    """Group the planned modules into layers of this kind; return their names, and the Sequential."""
+    """Group the planned modules into layers of this kind; return their names,
+    and the Sequential.
+    """
     names: dict[str, str] = {}
     layers = OrderedDict[str, nn.Module]()
     position = 0
@@ -117,7 +143,9 @@ def _layers(
 
 
 def _planned(model: Any, plan: Sequence[str], place: str) -> tuple[dict[str, nn.Module], set[str]]:
-    """Return the planned modules by name, and the names of those that are elements of a module list."""
+    """Return the planned modules by name,
+    and the names of those that are elements of a module list.
+    """
     planned: dict[str, nn.Module] = {}
     in_lists: set[str] = set()
     for name in plan:
@@ -125,7 +153,8 @@ def _planned(model: Any, plan: Sequence[str], place: str) -> tuple[dict[str, nn.
             module = model.get_submodule(name)
         except AttributeError as error:
             raise ModelError(
-                "MW-INTEROP-073", f"{place}: its pipeline plan names {name}, which the model does not have"
+                "MW-INTEROP-073",
+                f"{place}: its pipeline plan names {name}, which the model does not have",
             ) from error
         if isinstance(module, nn.ModuleList):
             in_lists |= {f"{name}.{index}" for index in range(len(module))}
@@ -144,8 +173,8 @@ def _set_marks(model: Any, plan: Sequence[str], marks: Mapping[str, nn.Module], 
     if unplanned:
         raise ModelError(
             "MW-INTEROP-074",
-            f"{place}: {unplanned[0]} belongs to no module of the pipeline plan ({', '.join(plan)}), so that its stage "
-            f"is undefined",
+            f"{place}: {unplanned[0]} belongs to no module of the pipeline plan"
+            f" ({', '.join(plan)}), so that its stage is undefined",
         )
 
 
@@ -161,8 +190,9 @@ def _order(frame: ModelSkeleton, planned: Mapping[str, nn.Module], place: str) -
     except Exception as error:
         raise ModelError(
             "MW-INTEROP-075",
-            f"{place}: the computations of {frame.description.split()[0]} between its planned modules use "
-            f"them in other ways than by calling them: {type(error).__name__}: {error}",
+            f"{place}: the computations of {frame.description.split()[0]} between its planned"
+            f" modules use them in other ways than by calling them: {type(error).__name__}:"
+            f" {error}",
         ) from error
     _check_calls(order, planned, place)
     return order
@@ -174,14 +204,18 @@ def _check_calls(order: Sequence[str], planned: Mapping[str, nn.Module], place: 
         name = next(name for name in planned if order.count(name) != 1)
         raise ModelError(
             "MW-INTEROP-076",
-            f"{place}: its forward calls {name} {order.count(name)} times, not once: it cannot be cut into stages",
+            f"{place}: its forward calls {name} {order.count(name)} times, not once: it cannot be"
+            " cut into stages",
         )
 
 
-def _group(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]) -> list[LayerModules]:
+def _group(
+    order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]
+) -> list[LayerModules]:
     """Group the planned modules into layers: one for each layer of a module list.
 
-    A module without weights joins the layer before it. So does every module between the embedding and the first block.
+    A module without weights joins the layer before it. So does every module between the embedding
+    and the first block.
     """
     layers: list[LayerModules] = []
     blocks = 0

@@ -1,7 +1,9 @@
-"""Cut of a model that declares no pipeline plan: derived from its module lists, and from one traced forward.
+"""Cut of a model that declares no pipeline plan: derived from its module lists,
+and from one traced forward.
 
-The modules of the base model become units: each element of a module list is one, and so is each other module with
-weights, or with dropout, that holds no module list. Two things are more general than with a declared plan::
+The modules of the base model become units: each element of a module list is one, and so is each
+other module with weights, or with dropout, that holds no module list. Two things are more general
+than with a declared plan::
 
     several modules before the first block    they run in one layer, which sends the input of the first block
     blocks that return a tuple                its first element is sent; the model's code receives None for the others
@@ -19,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
-from meshwright_interop.huggingface.restructure.frame import HIDDEN, IDS, POSITIONS, ModelSkeleton, PipelineLayer
+from meshwright_interop.huggingface.restructure.frame import (
+    HIDDEN,
+    IDS,
+    POSITIONS,
+    ModelSkeleton,
+    PipelineLayer,
+)
 from meshwright_interop.huggingface.restructure.library import whole_rows
 from meshwright_interop.huggingface.restructure.marks import (
     Arguments,
@@ -29,14 +37,22 @@ from meshwright_interop.huggingface.restructure.marks import (
     first_argument,
     with_first_argument,
 )
-from meshwright_interop.huggingface.restructure.observation import BATCH, LENGTH, OutputForm, hidden_states
+from meshwright_interop.huggingface.restructure.observation import (
+    BATCH,
+    LENGTH,
+    OutputForm,
+    hidden_states,
+)
 
 PLAIN = (bool, int, float, str)
-"""Types of arguments that are compared by value; objects such as configurations are compared by type."""
+"""Types of arguments that are compared by value;
+objects such as configurations are compared by type.
+"""
 
 
 def derive_plan(model: Any) -> list[str]:
-    """Return the names of the model's units: module lists, and modules outside them with weights or dropout.
+    """Return the names of the model's units: module lists,
+    and modules outside them with weights or dropout.
 
     It is empty if the model holds no module list.
     """
@@ -60,7 +76,11 @@ def _outer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and not inside and any(True for _ in module.parameters()):
+        if (
+            isinstance(module, nn.ModuleList)
+            and not inside
+            and any(True for _ in module.parameters())
+        ):
             found.append(name)
             yield name, module
 
@@ -71,7 +91,9 @@ def positions_like(ids: Tensor) -> Tensor:
 
 
 class DerivedRunState(RunState):
-    """State of the marks of a derived plan: outputs have their module's form, and several may be substituted."""
+    """State of the marks of a derived plan: outputs have their module's form,
+    and several may be substituted.
+    """
 
     def __init__(self, forms: Mapping[str, OutputForm]) -> None:
         super().__init__(0)
@@ -99,13 +121,21 @@ class DerivedRunState(RunState):
             raise TargetReached(self.calls)
         if position in self.given:
             return form.wrap(self.given[position])
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == form.shape[-1]:
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape[-1] == form.shape[-1]
+        ):
             return form.wrap(value)
-        around = value.shape[: len(form.shape) - 1] if isinstance(value, Tensor) else self._around(form)
+        around = (
+            value.shape[: len(form.shape) - 1] if isinstance(value, Tensor) else self._around(form)
+        )
         return form.wrap(self.like.new_zeros((*around, form.shape[-1])))
 
     def _around(self, form: OutputForm) -> list[int]:
-        """Return the leading dims of an output, whose module takes no tensor (positions from a size), in this run."""
+        """Return the leading dims of an output,
+        whose module takes no tensor (positions from a size), in this run.
+        """
         of_this_run = {BATCH: self.size[0], LENGTH: self.size[1]}
         return [of_this_run.get(size, size) for size in form.shape[:-1]]
 
@@ -121,17 +151,23 @@ class DerivedPlaceholder(ModulePlaceholder):
 
 
 class DerivedSkeleton(ModelSkeleton):
-    """Skeleton of a model without a declared plan: the marks before the first block are not skipped in any run."""
+    """Skeleton of a model without a declared plan:
+    the marks before the first block are not skipped in any run.
+    """
 
     def __init__(self, model: nn.Module, state: DerivedRunState, description: str) -> None:
         super().__init__(model, state, description)
         self.takes_positions = False
-        """True if explicit positions 0, 1, .. give each module the arguments of a call without positions."""
+        """True if explicit positions 0, 1, ..
+        give each module the arguments of a call without positions.
+        """
         self.num_first = 1
         """Number of modules before the first block."""
 
     def find_order(self) -> list[str]:
-        """Find and store the order of the marks, by runs on tokens with and without positions, and return it."""
+        """Find and store the order of the marks, by runs on tokens with and without positions,
+        and return it.
+        """
         model, state = self._at(torch.device("cpu"))
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         runs: list[dict[str, Tensor]] = [{}]
@@ -145,30 +181,47 @@ class DerivedSkeleton(ModelSkeleton):
                 model(input_ids=ids, use_cache=False, **extra)
             calls.append(state.calls)
         self.takes_positions = len(calls) == 2 and _are_equal(calls[0], calls[1])
-        state.positions, state.last = {name: position for position, name in enumerate(state.call_order)}, None
+        state.positions, state.last = (
+            {name: position for position, name in enumerate(state.call_order)},
+            None,
+        )
         state.reset(-1, None)
         return state.call_order
 
     def positions_for(self, positions: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument for these positions (B, S), if the model's forward takes one."""
+        """Return the keyword argument for these positions (B, S),
+        if the model's forward takes one.
+        """
         return {"position_ids": positions[:1]} if self.takes_positions else {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(
-        self, position: int, value: Tensor, positions: Tensor, documents: bool, places: Tensor | None = None
+        self,
+        position: int,
+        value: Tensor,
+        positions: Tensor,
+        documents: bool,
+        places: Tensor | None = None,
     ) -> Arguments:
-        """Return the arguments with which the model calls its block, or a later module, at index ``position``.
+        """Return the arguments with which the model calls its block, or a later module,
+        at index ``position``.
 
-        ``value``: output of the module before, (B, S, D), or (B, S/tp, D); for the first block its input.
+        ``value``: output of the module before, (B, S, D), or (B, S/tp, D); for the first block its
+            input.
         """
         _, state = self._at(value.device)
         if position in state.direct or position == self.num_first:
-            return with_first_argument(self._all_arguments(value, positions, documents, places)[position], value)
+            return with_first_argument(
+                self._all_arguments(value, positions, documents, places)[position], value
+            )
         return self._run_to_mark(position, value, positions, documents, None)[-1]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def call_first(self, ids: Tensor, positions: Tensor, outputs: Mapping[int, Tensor], like: Tensor) -> Arguments:
-        """Return the arguments of the module that follows those with ``outputs``, up to the first block's.
+    def call_first(
+        self, ids: Tensor, positions: Tensor, outputs: Mapping[int, Tensor], like: Tensor
+    ) -> Arguments:
+        """Return the arguments of the module that follows those with ``outputs``,
+        up to the first block's.
 
         ``ids``, ``positions``: (B, S). ``like`` gives dtype and device.
         """
@@ -191,14 +244,25 @@ class DerivedSkeleton(ModelSkeleton):
         return self._run_given(target, given, positions, first, like)
 
     def _run_given(
-        self, target: int, given: Mapping[int, Tensor], positions: Tensor, ids: Tensor | None, like: Tensor
+        self,
+        target: int,
+        given: Mapping[int, Tensor],
+        positions: Tensor,
+        ids: Tensor | None,
+        like: Tensor,
     ) -> Any:
-        """Run the model's forward up to the mark at ``target``; the marks in ``given`` return these outputs."""
+        """Run the model's forward up to the mark at ``target``;
+        the marks in ``given`` return these outputs.
+        """
         model, state = self._at(like.device)
         assert isinstance(state, DerivedRunState)
         ids = torch.zeros_like(positions) if ids is None else ids
         state.reset(target, None)
-        state.given, state.like, state.size = dict(given), like, (len(positions), positions.shape[1])
+        state.given, state.like, state.size = (
+            dict(given),
+            like,
+            (len(positions), positions.shape[1]),
+        )
         try:
             with whole_rows():
                 return model(input_ids=ids, use_cache=False, **self.positions_for(positions))
@@ -208,20 +272,30 @@ class DerivedSkeleton(ModelSkeleton):
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Compare two trees of arguments: tensors by value, numbers and strings, too; other leaves by type."""
+    """Compare two trees of arguments: tensors by value, numbers and strings, too;
+    other leaves by type.
+    """
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(first, second)
+        return (
+            first.shape == second.shape
+            and first.dtype == second.dtype
+            and torch.equal(first, second)
+        )
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
         return len(first) == len(second) and all(map(_are_equal, first, second))
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(
+            _are_equal(first[key], second[key]) for key in first
+        )
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return False
     return type(first) is type(second) and (bool(first == second) or not isinstance(first, PLAIN))
 
 
 class DerivedLayer(PipelineLayer):
-    """Layer of a derived plan. The first one runs all modules before the first block, and sends the block's input."""
+    """Layer of a derived plan. The first one runs all modules before the first block,
+    and sends the block's input.
+    """
 
     def _run_modules(self, value: dict[str, Tensor], places: Tensor | None) -> Any:
         frame = self.frame
@@ -231,8 +305,8 @@ class DerivedLayer(PipelineLayer):
             if positions is not None:
                 raise ModelError(
                     "MW-INTEROP-107",
-                    f"{frame.description} declares no pipeline plan, and its cut is proven for whole rows only: leave "
-                    f"positions and data.document_boundaries out",
+                    f"{frame.description} declares no pipeline plan, and its cut is proven for"
+                    " whole rows only: leave positions and data.document_boundaries out",
                 )
             return self._run_first(frame, value[IDS])
         assert positions is not None

@@ -22,7 +22,9 @@ ROTARY = ("rope_scaling", "rope_parameters")
 OF_ROTARY = ("rope_theta", "partial_rotary_factor")
 """Fields of that table, which older files hold beside it; those in the table count."""
 LOSS_OF_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-"""Names of the factor of the routers' loss, which transformers adds if ``output_router_logits`` is set."""
+"""Names of the factor of the routers' loss,
+which transformers adds if ``output_router_logits`` is set.
+"""
 LOGITS_ALONE = {
     "return_dict": True,
     "use_cache": False,
@@ -30,7 +32,9 @@ LOGITS_ALONE = {
     "output_hidden_states": False,
     "output_router_logits": False,
 }
-"""Keys of the form of transformers' output, with the values under which it holds the logits, and nothing else."""
+"""Keys of the form of transformers' output, with the values under which it holds the logits,
+and nothing else.
+"""
 LEADING_TO_CODE = frozenset(
     {"auto_map", "custom_generate"}
     | {
@@ -40,14 +44,18 @@ LEADING_TO_CODE = frozenset(
         for end in ("", "_internal")
     }
 )
-"""Configuration keys that can name code outside transformers (own modules, hub kernels); ignored at any depth."""
+"""Configuration keys that can name code outside transformers (own modules, hub kernels);
+ignored at any depth.
+"""
 
 
 def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
-    """Return the transformers configuration of ``path``, with ``overrides`` (``model.options``) in place of its keys.
+    """Return the transformers configuration of ``path``, with ``overrides`` (``model.options``)
+    in place of its keys.
 
     Raises:
-        ModelError: ``path`` has no valid configuration of a causal language model that transformers itself contains.
+        ModelError: ``path`` has no valid configuration of a causal language model that transformers
+            itself contains.
     """
     raw = fields_of(path)
     transformers = import_transformers()
@@ -55,54 +63,78 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         code = raw.get("auto_map")
         code = list(code.values()) if isinstance(code, dict) else []
-        own = f", and code of its own ({', '.join(map(str, code))}), which is not run" if code else ""
+        own = (
+            f", and code of its own ({', '.join(map(str, code))}), which is not run" if code else ""
+        )
         close = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), 1)
         raise ModelError(
             "MW-INTEROP-051",
-            f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers "
-            f"{transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}. Update transformers, "
-            f"or write the model as code (docs/huggingface-models.md)",
+            f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers"
+            f" {transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}."
+            " Update transformers, or write the model as code (docs/huggingface-models.md)",
         )
     if raw.get("quantization_config"):
         quantized = raw["quantization_config"]
-        method = quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
+        method = (
+            quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
+        )
         raise ModelError(
             "MW-INTEROP-053",
-            f"{path / CONFIG}: the weights are quantized ({method}), which cannot be trained: take the original "
-            f"directory, or dequantize them with transformers and save_pretrained",
+            f"{path / CONFIG}: the weights are quantized ({method}), which cannot be trained: take"
+            " the original directory, or dequantize them with transformers and save_pretrained",
         )
     kind_of_config = transformers.CONFIG_MAPPING[kind]
-    known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})} - LEADING_TO_CODE
-    known |= {*ROTARY, "rope_theta"} if "rope_parameters" in known else set()
-    unknown = [name for name in overrides if name not in known]
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ModelError(
-            "MW-INTEROP-054", f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}"
-        )
+    _check_options(overrides, kind_of_config, raw)
     merged = with_overrides(_with_floats(raw), overrides)
     _check_decoder(merged, path)
     check_fields(merged, overrides, str(path / CONFIG))
-    layers = merged.get("num_hidden_layers")
-    if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
-        merged["layer_types"] = merged["layer_types"][:layers]
+    layers, kinds = merged.get("num_hidden_layers"), merged.get("layer_types")
+    if isinstance(kinds, list) and isinstance(layers, int) and "layer_types" not in overrides:
+        merged["layer_types"] = kinds[:layers]
     try:
         config = kind_of_config.from_dict(_without_code(merged))
         config.get_text_config().base_model_pp_plan  # noqa: B018 - raises if a nested part is no configuration
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ModelError("MW-INTEROP-056", f"{path / CONFIG}: transformers rejects it: {reason}") from error
+        raise ModelError(
+            "MW-INTEROP-056", f"{path / CONFIG}: transformers rejects it: {reason}"
+        ) from error
     _check_rotary(config, overrides)
     _check_loss(config, overrides, path)
     _return_logits_alone(config)
     return config
 
 
+def _check_options(overrides: Mapping[str, Any], kind: Any, raw: Mapping[str, Any]) -> None:
+    """Check that a configuration has each key of ``model.options``.
+
+    Args:
+        overrides: ``model.options``.
+        kind: transformers' class of the configuration.
+        raw: fields of the config.json.
+
+    Raises:
+        ModelError: it lacks one; names the closest.
+    """
+    known = {*vars(kind()), *raw, *getattr(kind, "attribute_map", {})} - LEADING_TO_CODE
+    if "rope_parameters" in known:
+        known |= {*ROTARY, "rope_theta"}
+    unknown = next((name for name in overrides if name not in known), None)
+    if unknown is not None:
+        close = difflib.get_close_matches(unknown, known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ModelError(
+            "MW-INTEROP-054",
+            f"model.options.{unknown}: the configuration of {raw['model_type']} has no such"
+            f" key{hint}",
+        )
+
+
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json with ``overrides`` in place of its keys.
 
-    A rotary table replaces that of the file under either name, and a field of it replaces the one in the file's table.
+    A rotary table replaces that of the file under either name, and a field of it replaces the one
+    in the file's table.
     """
     fields = dict(raw)
     tables = {name: raw[name] for name in ROTARY if isinstance(raw.get(name), dict) and raw[name]}
@@ -112,7 +144,9 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
         fields |= {name: counts[name] for name in OF_ROTARY if name in counts}
     else:
         for name, table in tables.items():
-            fields[name] = table | {key: overrides[key] for key in OF_ROTARY if key in overrides and key in table}
+            fields[name] = table | {
+                key: overrides[key] for key in OF_ROTARY if key in overrides and key in table
+            }
     return fields | dict(overrides)
 
 
@@ -123,17 +157,22 @@ def _check_rotary(config: Any, overrides: Mapping[str, Any]) -> None:
         ModelError: transformers keeps another value.
     """
     for name in set(OF_ROTARY) & set(overrides):
-        values = [table[name] for table in tables_of(getattr(config, "rope_parameters", None) or {}) if name in table]
+        values = [
+            table[name]
+            for table in tables_of(getattr(config, "rope_parameters", None) or {})
+            if name in table
+        ]
         if values and overrides[name] not in values:
             raise ModelError(
                 "MW-INTEROP-128",
-                f"model.options.{name} = {overrides[name]} has no effect, since the rotary embedding has tables of its "
-                f"own: give model.options.rope_parameters",
+                f"model.options.{name} = {overrides[name]} has no effect, since the rotary"
+                " embedding has tables of its own: give model.options.rope_parameters",
             )
 
 
 def _check_loss(config: Any, overrides: Mapping[str, Any], path: Path) -> None:
-    """Check that the loss of the tokens is the whole training loss, as the layers return the logits alone.
+    """Check that the loss of the tokens is the whole training loss,
+    as the layers return the logits alone.
 
     Raises:
         ModelError: the configuration asks for a loss beside it.
@@ -141,22 +180,26 @@ def _check_loss(config: Any, overrides: Mapping[str, Any], path: Path) -> None:
     text = config.get_text_config()
     numbers = list(numbers_in(text.to_dict(), ()))
     if getattr(text, "output_router_logits", False):
-        factor = next((item for item in numbers if item[0][-1] in LOSS_OF_ROUTERS and item[1]), None)
+        factor = next(
+            (item for item in numbers if item[0][-1] in LOSS_OF_ROUTERS and item[1]), None
+        )
         if factor is not None:
             where = _where("output_router_logits", overrides, path)
             raise ModelError(
                 "MW-INTEROP-148",
-                f"{where} = true asks for the loss of the routers beside that of the tokens ({'.'.join(factor[0])} = "
-                f"{factor[1]}), which is not computed here: set model.options.output_router_logits = false to train "
-                f"without it",
+                f"{where} = true asks for the loss of the routers beside that of the tokens"
+                f" ({'.'.join(factor[0])} = {factor[1]}), which is not computed here: set"
+                " model.options.output_router_logits = false to train without it",
             )
-    of_logits = next((value for names, value in numbers if names == ("z_loss_coefficient",) and value), None)
+    of_logits = next(
+        (value for names, value in numbers if names == ("z_loss_coefficient",) and value), None
+    )
     if of_logits is not None:
         raise ModelError(
             "MW-INTEROP-149",
-            f"{_where('z_loss_coefficient', overrides, path)} = {of_logits} asks for a loss of the logits' size beside "
-            f"that of the tokens, which is not computed here: set model.options.z_loss_coefficient = 0.0 to train "
-            f"without it",
+            f"{_where('z_loss_coefficient', overrides, path)} = {of_logits} asks for a loss of the"
+            " logits' size beside that of the tokens, which is not computed here: set"
+            " model.options.z_loss_coefficient = 0.0 to train without it",
         )
 
 
@@ -166,7 +209,9 @@ def _where(name: str, overrides: Mapping[str, Any], path: Path) -> str:
 
 
 def _return_logits_alone(config: Any) -> None:
-    """Set the form of the output of a configuration, in place; an export keeps the keys of the file."""
+    """Set the form of the output of a configuration, in place;
+    an export keeps the keys of the file.
+    """
     for each in (config, config.get_text_config()):
         for name, value in LOGITS_ALONE.items():
             if hasattr(each, name):
@@ -183,21 +228,28 @@ def _check_decoder(merged: Mapping[str, Any], path: Path) -> None:
     if merged.get("is_encoder_decoder"):
         raise ModelError(
             "MW-INTEROP-052",
-            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose plan is one chain of "
-            f"layers, are restructured. model.options.is_encoder_decoder = false takes its decoder alone, if "
-            f"transformers has it as such a model. For T5 use meshwright_models.t5:build",
+            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose"
+            " plan is one chain of layers, are restructured. model.options.is_encoder_decoder ="
+            " false takes its decoder alone, if transformers has it as such a model. For T5 use"
+            " meshwright_models.t5:build",
         )
 
 
 def _without_code(value: Any) -> Any:
     """Return the tree without the keys of ``LEADING_TO_CODE``."""
     if isinstance(value, dict):
-        return {name: _without_code(inner) for name, inner in value.items() if name not in LEADING_TO_CODE}
+        return {
+            name: _without_code(inner)
+            for name, inner in value.items()
+            if name not in LEADING_TO_CODE
+        }
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _with_floats(value: Any) -> Any:
-    """Replace transformers' form of non-finite numbers, ``{"__float__": "Infinity"}``, by the numbers themselves."""
+    """Replace transformers' form of non-finite numbers, ``{"__float__": "Infinity"}``,
+    by the numbers themselves.
+    """
     if isinstance(value, dict):
         tag = value.get("__float__") if len(value) == 1 else None
         return (
@@ -214,6 +266,8 @@ def fields_of(path: Path) -> dict[str, Any]:
 
 
 def vocabulary(path: str) -> int | None:
-    """Return ``vocab_size`` of the config.json in ``path``; None if it has none. Needs no transformers."""
+    """Return ``vocab_size`` of the config.json in ``path``; None if it has none.
+    Needs no transformers.
+    """
     found = fields_of(Path(path).expanduser()).get("vocab_size")
     return found if isinstance(found, int) else None

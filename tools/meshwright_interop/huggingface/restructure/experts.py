@@ -1,9 +1,11 @@
-"""Experts of transformers computed without shapes that depend on values, and their entries in the sharding plan.
+"""Experts of transformers computed without shapes that depend on values,
+and their entries in the sharding plan.
 
-Modules of experts there (``use_experts_implementation``) hold weights of three dims, (E, 2F, D) and (E, D, F), and are
-called with tokens, ids and weights of the chosen experts. Their own loop skips experts without tokens: this branch
-reads values, and leaves the expert without a gradient. The function here is registered as another implementation. Rows
-are sorted by expert, in token order, and every expert computes.
+Modules of experts there (``use_experts_implementation``) hold weights of three dims, (E, 2F, D) and
+(E, D, F), and are called with tokens, ids and weights of the chosen experts. Their own loop skips
+experts without tokens: this branch reads values, and leaves the expert without a gradient. The
+function here is registered as another implementation. Rows are sorted by expert, in token order,
+and every expert computes.
 
 Shapes: N tokens, D hidden, E experts, k experts of a token, R = N k rows, F ffn size of an expert.
 """
@@ -26,7 +28,8 @@ STYLES = ("moe_tp_experts", "ep_dispatch_experts")
 
 
 def implementation(config: Any) -> dict[str, str]:
-    """Return the argument of ``from_config`` that chooses :func:`experts_forward`, for a configuration with experts.
+    """Return the argument of ``from_config`` that chooses :func:`experts_forward`,
+    for a configuration with experts.
 
     Registers the function in transformers.
     """
@@ -59,7 +62,8 @@ def experts_forward(
 ) -> Tensor:
     """Return the weighted sum over each token's experts, (N, D).
 
-    hidden_states: (N, D); top_k_index: (N, k) int64; top_k_weights: (N, k), None for a sum without weights. E is
+    hidden_states: (N, D); top_k_index: (N, k) int64; top_k_weights: (N, k), None for a sum without
+        weights. E is
     read from the parameters, so that a slice of the experts computes too.
     """
     num_tokens, top_k = top_k_index.shape
@@ -99,7 +103,9 @@ def _biases(experts: Any, num_experts: int) -> list[tuple[Tensor | None, Tensor 
 
 
 def _rows_of(chosen: Tensor, num_experts: int) -> list[int]:
-    """Return the number of rows of each expert. chosen: (R,) int64. On meta, without values, rows are split evenly."""
+    """Return the number of rows of each expert. chosen: (R,) int64. On meta, without values,
+    rows are split evenly.
+    """
     if type(chosen) is not Tensor or chosen.is_meta:
         each, rest = divmod(chosen.shape[0], num_experts)
         return [each + (expert < rest) for expert in range(num_experts)]
@@ -107,7 +113,9 @@ def _rows_of(chosen: Tensor, num_experts: int) -> list[int]:
     return counts
 
 
-def without_parameters(theirs: Mapping[str, str], names: Mapping[str, str], layers: nn.Module) -> dict[str, str]:
+def without_parameters(
+    theirs: Mapping[str, str], names: Mapping[str, str], layers: nn.Module
+) -> dict[str, str]:
     """Return a plan of transformers without its entries for parameters inside modules of experts.
 
     Tensor parallelism of transformers cuts each expert by them. Here every expert is whole.
@@ -118,7 +126,11 @@ def without_parameters(theirs: Mapping[str, str], names: Mapping[str, str], laye
     """
     experts = {name for name, module in layers.named_modules() if is_experts(module)}
     inside = [name for name, ours in names.items() if ours.rpartition(".")[0] in experts]
-    return {pattern: style for pattern, style in theirs.items() if not any(_fits(name, pattern) for name in inside)}
+    return {
+        pattern: style
+        for pattern, style in theirs.items()
+        if not any(_fits(name, pattern) for name in inside)
+    }
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -126,14 +138,20 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def plan_of_experts(layers: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return a sharding plan that names the modules of experts, also where the plan of transformers names none."""
+    """Return a sharding plan that names the modules of experts,
+    also where the plan of transformers names none.
+    """
     if "experts" in plan.values():
         return dict(plan)
-    return {**plan, **{name: "experts" for name, module in layers.named_modules() if is_experts(module)}}
+    return {
+        **plan,
+        **{name: "experts" for name, module in layers.named_modules() if is_experts(module)},
+    }
 
 
 def matrices_of_experts(layers: nn.Module) -> dict[str, Any]:
-    """Return the entries of ``matrices`` for experts: gate and up in one weight are two matrices of each expert.
+    """Return the entries of ``matrices`` for experts:
+    gate and up in one weight are two matrices of each expert.
 
     Those of transposed weights (E, I, O) are columns.
     """
@@ -147,12 +165,18 @@ def matrices_of_experts(layers: nn.Module) -> dict[str, Any]:
             size = each.shape[-1]
             if path == "gate_up_proj" and experts.has_gate:
                 half = (size if experts.is_transposed else each.shape[1]) // 2
-                found[f"{name}.{path}"] = (*outputs, half, half) if experts.is_concatenated else (*outputs, 1, 1)
+                found[f"{name}.{path}"] = (
+                    (*outputs, half, half) if experts.is_concatenated else (*outputs, 1, 1)
+                )
             elif experts.is_transposed and each.dim() == 3:
                 found[f"{name}.{path}"] = (*outputs, size)
     return found
 
 
 def around_experts(layers: nn.Module) -> set[str]:
-    """Return the names of the modules that contain a module of experts (MoE blocks): they compute token by token."""
-    return {name.rpartition(".")[0] for name, module in layers.named_modules() if is_experts(module)}
+    """Return the names of the modules that contain a module of experts (MoE blocks):
+    they compute token by token.
+    """
+    return {
+        name.rpartition(".")[0] for name, module in layers.named_modules() if is_experts(module)
+    }

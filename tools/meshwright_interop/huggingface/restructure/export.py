@@ -1,4 +1,6 @@
-"""Export of an ``hf:DIRECTORY`` model: config.json of the directory with the changes of ``model.options``."""
+"""Export of an ``hf:DIRECTORY`` model: config.json of the directory with the changes
+of ``model.options``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.config import Data, RunConfig
 from meshwright.data.tokenizer import load
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
@@ -37,7 +39,8 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         raise ModelError(
             "MW-INTEROP-062",
             f"{checkpoint} was trained with model.builder = {builder}: only models of "
-            f'model.builder = "hf:DIRECTORY" are exported here, as only they have names in transformers',
+            f'model.builder = "hf:DIRECTORY" are exported here, as only they have names in'
+            f" transformers",
         )
     model = build_model(builder, options | {"weights": False}, config.run.seed)
     names = names_in_transformers(model.layers)
@@ -46,8 +49,8 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
 
     def write_files(directory: Path, dtype: str) -> list[str]:
         write_json(directory / CONFIG, _config(source, options, dtype))
-        _copy_side_files(source, directory, config)
-        return add_document_ends(directory, config)
+        _copy_side_files(source, directory, config.data)
+        return add_document_ends(directory, config.data)
 
     return ExportPlan(builder, rules, f"the current {source / CONFIG}", write_files)
 
@@ -57,19 +60,27 @@ export = partial(export_with, plan_export)
 
 
 def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the config.json of ``source`` with the changes of ``options`` and the exported dtype."""
+    """Return the config.json of ``source`` with the changes of ``options``
+    and the exported dtype.
+    """
     raw = fields_of(source)
     changed = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
-    if "num_hidden_layers" in changed and isinstance(raw.get("layer_types"), list) and "layer_types" not in changed:
+    if (
+        "num_hidden_layers" in changed
+        and isinstance(raw.get("layer_types"), list)
+        and "layer_types" not in changed
+    ):
         changed["layer_types"] = raw["layer_types"][: changed["num_hidden_layers"]]
     return with_overrides(raw, changed) | {
         key: dtype for key in ("dtype", "torch_dtype") if key in raw or key == "dtype"
     }
 
 
-def _copy_side_files(source: Path, target: Path, config: RunConfig) -> None:
-    """Copy the run's tokenizer; if it is that of the model directory ``source``, all side files of the directory."""
-    own, theirs = config.data.tokenizer, source / TOKENIZER
+def _copy_side_files(source: Path, target: Path, data: Data) -> None:
+    """Copy the run's tokenizer; if it is that of the model directory ``source``,
+    all side files of the directory.
+    """
+    own, theirs = data.tokenizer, source / TOKENIZER
     if own is None or (theirs.is_file() and read_bytes(theirs) == read_bytes(own)):
         copy_side_files(source, target)
     elif Path(own).is_file():

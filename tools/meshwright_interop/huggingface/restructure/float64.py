@@ -1,8 +1,10 @@
-"""Float64 runs of transformers models: casts to float32 in their code (norms, softmaxes) leave float64 as it is.
+"""Float64 runs of transformers models: casts to float32 in their code (norms, softmaxes)
+leave float64 as it is.
 
-transformers treats float32 as the widest dtype. A float64 run, whose purpose is to compare layouts, would be rounded to
-float32 in the middle of each layer. The relative error of 1e-7 in a gradient would hide real defects of that size.
-Runs in the training dtypes, float32 and bfloat16, are not affected.
+transformers treats float32 as the widest dtype. A float64 run, whose purpose is to compare layouts,
+would be rounded to float32 in the middle of each layer. The relative error of 1e-7 in a gradient
+would hide real defects of that size. Runs in the training dtypes, float32 and bfloat16, are not
+affected.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from torch.overrides import TorchFunctionMode
 
 CASTS = (Tensor.to, Tensor.type)
 CONSTANTS = (torch.full, torch.tensor)
-"""Functions of one number, in the default dtype. ``finfo(x.dtype).min``, used in masks, needs float64 if x does."""
+"""Functions of one number, in the default dtype. ``finfo(x.dtype).min``, used in masks,
+needs float64 if x does.
+"""
 
 
 class KeepFloat64Mode(TorchFunctionMode):
-    """Function mode in which a float64 tensor remains float64 when it is cast to float32 or reduced in float32.
+    """Function mode in which a float64 tensor remains float64 when it is cast to float32
+    or reduced in float32.
 
     A constant that float32 cannot hold is made in float64.
     """
@@ -42,5 +47,7 @@ class KeepFloat64Mode(TorchFunctionMode):
 
 
 def keep_float64(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return the context of a layer's forward in ``dtype``: :class:`KeepFloat64Mode` for float64, else none."""
+    """Return the context of a layer's forward in ``dtype``: :class:`KeepFloat64Mode` for float64,
+    else none.
+    """
     return KeepFloat64Mode() if dtype == torch.float64 else nullcontext()

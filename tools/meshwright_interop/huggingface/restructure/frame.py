@@ -1,8 +1,9 @@
-"""Computations of a transformers model between its layers (positions, masks, scalings, softcaps), run by its own code.
+"""Computations of a transformers model between its layers (positions, masks, scalings, softcaps),
+run by its own code.
 
-The model's own ``forward`` runs with placeholder modules, the marks, in place of its planned modules. Computations
-before the call of a mark belong to the layer of that mark. A piece of the pipeline thus holds one module, and performs
-the computations in front of it::
+The model's own ``forward`` runs with placeholder modules, the marks, in place of its planned
+modules. Computations before the call of a mark belong to the layer of that mark. A piece of the
+pipeline thus holds one module, and performs the computations in front of it::
 
     LlamaForCausalLM.forward, with marks             piece "block1" (mark 2)
       embed_tokens   -> mark 0                         hidden (B, S, D), position_ids (B, S)
@@ -14,12 +15,14 @@ the computations in front of it::
       lm_head(h)                -> mark 4              hidden, position_ids
       logits / softcap          -> after the last mark
 
-Nothing here depends on a particular model: no names of arguments, no layout of masks. Between blocks a model passes the
-hidden states on unchanged. For such marks one run per micro-batch computes the other arguments of all of them, and they
-are cached until the next micro-batch: two small tensors of rotary angles, and a mask if windows or documents need one.
+Nothing here depends on a particular model: no names of arguments, no layout of masks. Between
+blocks a model passes the hidden states on unchanged. For such marks one run per micro-batch
+computes the other arguments of all of them, and they are cached until the next micro-batch: two
+small tensors of rotary angles, and a mask if windows or documents need one.
 
-Under context parallelism the run is of whole samples, too. Arguments indexed by token, such as angles, are then cut to
-this rank's tokens (places.py), and masks are replaced by rules (attention.py).
+Under context parallelism the run is of whole samples, too. Arguments indexed by token, such as
+angles, are then cut to this rank's tokens (places.py), and masks are replaced by rules
+(attention.py).
 """
 
 from __future__ import annotations
@@ -45,14 +48,23 @@ from meshwright_interop.huggingface.restructure.marks import (
 )
 from meshwright_interop.huggingface.restructure.places import at_places, own_arguments
 
-IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
-"""Keys of the dict between layers. ``document_position_ids``: positions that restart with each document of a row."""
+IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = (
+    "input_ids",
+    "hidden_states",
+    "position_ids",
+    "document_position_ids",
+)
+"""Keys of the dict between layers. ``document_position_ids``:
+positions that restart with each document of a row.
+"""
 
 
 class ModelSkeleton:
-    """Transformers model with marks instead of its planned modules; no submodule of any layer, holds no weights.
+    """Transformers model with marks instead of its planned modules; no submodule of any layer,
+    holds no weights.
 
-    It keeps one copy of its constants (rotary frequencies) per device, in the dtype in which the model created them.
+    It keeps one copy of its constants (rotary frequencies) per device, in the dtype in which the
+    model created them.
     """
 
     def __init__(self, model: nn.Module, state: RunState, description: str) -> None:
@@ -67,12 +79,17 @@ class ModelSkeleton:
         return self
 
     def find_order(self) -> list[str]:
-        """Find and store the order in which the forward calls the marks, by a run on two tokens, and return it."""
+        """Find and store the order in which the forward calls the marks, by a run on two tokens,
+        and return it.
+        """
         model, state = self._at(torch.device("cpu"))
         state.positions, state.call_order, state.direct, state.last = {}, [], set(), None
         with torch.no_grad(), whole_rows():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
-        state.positions, state.last = {name: position for position, name in enumerate(state.call_order)}, None
+        state.positions, state.last = (
+            {name: position for position, name in enumerate(state.call_order)},
+            None,
+        )
         return state.call_order
 
     @property
@@ -82,21 +99,29 @@ class ModelSkeleton:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(
-        self, position: int, value: Tensor, positions: Tensor, documents: bool, places: Tensor | None = None
+        self,
+        position: int,
+        value: Tensor,
+        positions: Tensor,
+        documents: bool,
+        places: Tensor | None = None,
     ) -> Arguments:
         """Return the arguments with which the model calls its module at index ``position``.
 
         Args:
             position: index of the module's mark.
-            value: output of the module before, (B, S, D), or (B, S/tp, D) under sequence parallelism; at position 0
-                the token ids (B, S). With ``places`` those of this rank's tokens.
+            value: output of the module before, (B, S, D), or (B, S/tp, D) under sequence
+                parallelism; at position 0 the token ids (B, S). With ``places`` those of this
+                rank's tokens.
             positions: (B, S), the whole sequence.
             documents: rows may hold several documents.
             places: (1 or B, S/cp), this rank's tokens under context parallelism.
         """
         _, state = self._at(value.device)
         if position in state.direct and position > 1:
-            return with_first_argument(self._all_arguments(value, positions, documents, places)[position], value)
+            return with_first_argument(
+                self._all_arguments(value, positions, documents, places)[position], value
+            )
         if position > 1:
             arguments = self._run_to_mark(position, value, positions, documents, None)[-1]
             return own_arguments(arguments, places, positions.shape)
@@ -107,21 +132,35 @@ class ModelSkeleton:
             return arguments
         # `value` is this rank's shard of the sequence, but masks are for the whole sequence
         hidden = first_argument(*arguments)
-        return with_first_argument(self._all_arguments(value, positions, documents, places)[position], hidden)
+        return with_first_argument(
+            self._all_arguments(value, positions, documents, places)[position], hidden
+        )
 
     def _all_arguments(
         self, value: Tensor, positions: Tensor, documents: bool, places: Tensor | None
     ) -> list[Arguments]:
         """Return the arguments of every mark for these positions, with None for the hidden states.
 
-        The last result is cached, by identity of ``positions`` (B, S) and ``places``, version, dtype and mode.
+        The last result is cached, by identity of ``positions`` (B, S) and ``places``, version,
+        dtype and mode.
         """
         version = 0 if positions.is_inference() else positions._version
-        key = (positions, places, version, value.dtype, documents, torch.is_inference_mode_enabled())
+        key = (
+            positions,
+            places,
+            version,
+            value.dtype,
+            documents,
+            torch.is_inference_mode_enabled(),
+        )
         cached_key, calls = self._cache
-        is_cached = cached_key is not None and cached_key[0] is positions and cached_key[1] is places
+        is_cached = (
+            cached_key is not None and cached_key[0] is positions and cached_key[1] is places
+        )
         if not is_cached or cached_key[2:] != key[2:]:
-            calls = self._run_to_mark(self.num_marks - 1, value, positions, documents, None, of_all=True)
+            calls = self._run_to_mark(
+                self.num_marks - 1, value, positions, documents, None, of_all=True
+            )
             # inputs_embeds replaces the model's embedding, so that its mark is not called
             calls = [((), {})] * (self.num_marks - len(calls)) + calls
             calls = [with_first_argument(call, None) if any(call) else call for call in calls]
@@ -138,10 +177,11 @@ class ModelSkeleton:
         first: Tensor | None,
         of_all: bool = False,
     ) -> list[Arguments]:
-        """Run the model up to the mark at ``position``, and return the arguments of each mark called.
+        """Run the model up to the mark at ``position``,
+        and return the arguments of each mark called.
 
-        ``value`` is the output of the mark before. With ``of_all`` the hidden states are placeholder zeros instead, and
-        ``value`` only gives dtype and device.
+        ``value`` is the output of the mark before. With ``of_all`` the hidden states are
+        placeholder zeros instead, and ``value`` only gives dtype and device.
         """
         try:
             self._run(position, None if of_all else value, positions, documents, first, value)
@@ -151,9 +191,11 @@ class ModelSkeleton:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, value: Tensor, positions: Tensor, documents: bool) -> Tensor:
-        """Run the computations after the last module, whose output is ``value``, and return the logits.
+        """Run the computations after the last module, whose output is ``value``,
+        and return the logits.
 
-        ``value`` and logits: (B, S, V), or (B, S, V/tp) if the head is sharded. ``positions``: (B, S).
+        ``value`` and logits: (B, S, V), or (B, S, V/tp) if the head is sharded. ``positions``: (B,
+        S).
         """
         logits = self._run(self.num_marks, value, positions, documents, None, value).logits
         assert isinstance(logits, Tensor)
@@ -175,8 +217,9 @@ class ModelSkeleton:
             substitute: output of the mark before ``target``; None: its input.
             positions: (B, S).
             documents: rows may hold several documents.
-            first: input of the model, token ids (B, S) or embeddings (B, S, D). None: zeros (B, S, D) without memory of
-                their own, of the whole sequence also if ``substitute`` is a shard of it.
+            first: input of the model, token ids (B, S) or embeddings (B, S, D). None: zeros (B, S,
+                D) without memory of their own, of the whole sequence also if ``substitute`` is a
+                shard of it.
             like: tensor that gives the dtype and device of these zeros.
         """
         model, state = self._at(like.device)
@@ -186,7 +229,11 @@ class ModelSkeleton:
         state.reset(target, substitute)
         try:
             with whole_rows(not documents):
-                return model(**{key: first}, position_ids=positions if documents else positions[:1], use_cache=False)
+                return model(
+                    **{key: first},
+                    position_ids=positions if documents else positions[:1],
+                    use_cache=False,
+                )
         finally:
             state.reset(-1, None)
 
@@ -197,9 +244,16 @@ class ModelSkeleton:
     def _at(self, device: torch.device) -> tuple[nn.Module, RunState]:
         if device not in self._copies:
             whole = self._copies[torch.device("cpu")]
-            tensors = [each for m in whole[0].modules() for each in (*m._buffers.values(), *vars(m).values())]
-            # constants are replaced by those on the device, never copied: under fake tensors they cannot be
-            model, state = copy.deepcopy(whole, {id(each): each for each in tensors if isinstance(each, Tensor)})
+            tensors = [
+                each
+                for m in whole[0].modules()
+                for each in (*m._buffers.values(), *vars(m).values())
+            ]
+            # constants are replaced by those on the device, never copied: under fake tensors they
+            # cannot be
+            model, state = copy.deepcopy(
+                whole, {id(each): each for each in tensors if isinstance(each, Tensor)}
+            )
             self._copies[device] = (model.to(device), state)
         return self._copies[device]
 
@@ -211,17 +265,24 @@ def positions_of(starts: Tensor) -> Tensor:
 
 
 class PipelineLayer(nn.Module):
-    """One layer of the Sequential: consecutive planned modules, each with the model's computations in front of it.
+    """One layer of the Sequential: consecutive planned modules,
+    each with the model's computations in front of it.
 
-    Input: token ids (B, S); or a dict of ``input_ids`` and ``position_ids``, or of ``tokens`` and ``starts`` (B, S)
-    bool, True where a document begins; or the dict of the layer before. Output: a dict of hidden states (B, S, D) and
-    positions (B, S). The last layer returns logits (B, S, V), or this rank's shard (B, S, V/tp). Under sequence
-    parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole. Under context parallelism
-    the ids of the first layer are whole, and ``places`` are this rank's tokens: hidden states are (B, S/cp, D).
+    Input: token ids (B, S); or a dict of ``input_ids`` and ``position_ids``, or of ``tokens`` and
+        ``starts`` (B, S)
+    bool, True where a document begins; or the dict of the layer before. Output: a dict of hidden
+    states (B, S, D) and positions (B, S). The last layer returns logits (B, S, V), or this rank's
+    shard (B, S, V/tp). Under sequence parallelism hidden states are (B, S/tp, D), this rank's
+    shard, and positions are whole. Under context parallelism the ids of the first layer are whole,
+    and ``places`` are this rank's tokens: hidden states are (B, S/cp, D).
     """
 
     def __init__(
-        self, frame: ModelSkeleton, first: int, names: Sequence[str], modules: Mapping[str, nn.Module]
+        self,
+        frame: ModelSkeleton,
+        first: int,
+        names: Sequence[str],
+        modules: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
         self.frame = frame
@@ -238,7 +299,11 @@ class PipelineLayer(nn.Module):
             value = {IDS: value["tokens"], POSITIONS: positions_of(value["starts"])}
         dtype = (value[HIDDEN] if HIDDEN in value else next(self.parameters())).dtype
         with keep_float64(dtype), constants_on(next(iter(value.values())).device):
-            return self._run_modules(value, None) if places is None else self._run_places(value, places)
+            return (
+                self._run_modules(value, None)
+                if places is None
+                else self._run_places(value, places)
+            )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_places(self, value: dict[str, Tensor], places: Tensor) -> Any:
@@ -253,9 +318,9 @@ class PipelineLayer(nn.Module):
         if documents and self.one_document_reason:
             raise ModelError(
                 "MW-INTEROP-140",
-                f"{self.frame.description.split()[0]}: {self.one_document_reason}, so that tokens of one "
-                f"document would reach the next in its row: give samples without positions, and set "
-                f"data.document_boundaries = false",
+                f"{self.frame.description.split()[0]}: {self.one_document_reason}, so that tokens"
+                " of one document would reach the next in its row: give samples without positions,"
+                " and set data.document_boundaries = false",
             )
         positions = value.get(DOCUMENT_POSITIONS, value.get(POSITIONS))
         if positions is None:
@@ -269,8 +334,8 @@ class PipelineLayer(nn.Module):
             if not isinstance(hidden, Tensor):
                 raise ModelError(
                     "MW-INTEROP-064",
-                    f"{name} ({type(module).__name__}) returns a {type(hidden).__name__}, but a pipeline stage must "
-                    f"send one tensor of hidden states",
+                    f"{name} ({type(module).__name__}) returns a {type(hidden).__name__}, but a"
+                    " pipeline stage must send one tensor of hidden states",
                 )
         if self.first + len(self.names) == self.frame.num_marks:
             return self.frame.end(hidden, positions, documents)

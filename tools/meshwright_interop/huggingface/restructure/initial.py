@@ -1,4 +1,6 @@
-"""Initial value of a parameter: loaded from the directory's files, or drawn by the model's own ``_init_weights``."""
+"""Initial value of a parameter: loaded from the directory's files,
+or drawn by the model's own ``_init_weights``.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,32 @@ PRIVATE_TORCH = {
 
 
 class _SkipMeta(TorchFunctionMode):
-    """Function mode in which in-place methods of meta tensors, which have no values to change, return at once."""
+    """Function mode in which in-place methods of meta tensors, which have no values to change,
+    return at once.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, target = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor")  # that of torch.nn.init
-        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor) and target.is_meta:
+        # that of torch.nn.init
+        name, target = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor")
+        if (
+            name.endswith("_")
+            and not name.endswith("__")
+            and isinstance(target, Tensor)
+            and target.is_meta
+        ):
             return target
         return func(*args, **kwargs)
 
 
 class ParameterInitialiser:
-    """The ``initialise`` callable of a restructured model: fills a whole (unsharded) parameter in place, by its name.
+    """The ``initialise`` callable of a restructured model: fills a whole (unsharded)
+    parameter in place, by its name.
 
-    A value is drawn with the planned module that holds the parameter. The module is on the meta device; only this one
-    parameter is materialised. The model's rules are then applied to all submodules, inner ones first, as transformers
-    does. Parameters on meta draw no random numbers. The value therefore depends only on the generator's seed, the
-    parameter's name and the model.
+    A value is drawn with the planned module that holds the parameter. The module is on the meta
+    device; only this one parameter is materialised. The model's rules are then applied to all
+    submodules, inner ones first, as transformers does. Parameters on meta draw no random numbers.
+    The value therefore depends only on the generator's seed, the parameter's name and the model.
     """
 
     def __init__(
@@ -54,7 +65,9 @@ class ParameterInitialiser:
         self._planned = {name: copy.deepcopy(module).to("meta") for name, module in planned.items()}
         self._weights = weights
         self._constants = constants
-        """Name in transformers -> value of a frozen parameter as the model is built, which the rules may replace."""
+        """Name in transformers -> value of a frozen parameter as the model is built,
+        which the rules may replace.
+        """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterInitialiser:
         return self
@@ -88,15 +101,15 @@ class ParameterInitialiser:
         except Exception as error:
             raise ModelError(
                 "MW-INTEROP-110",
-                f"the rules of {type(module).__name__} cannot initialise {theirs} in a module of its own "
-                f"({type(error).__name__}: {error}): save a model with its weights into the directory "
-                f"(save_pretrained), and train from those",
+                f"the rules of {type(module).__name__} cannot initialise {theirs} in a module of"
+                f" its own ({type(error).__name__}: {error}): save a model with its weights into"
+                " the directory (save_pretrained), and train from those",
             ) from error
         is_written = tensor._version != before or theirs in self._constants
         if module.get_submodule(owner)._parameters[attribute] is not parameter or not is_written:
             raise ModelError(
                 "MW-INTEROP-065",
-                f"{type(module.get_submodule(owner)).__name__} initialises {theirs} in __init__, and not in "
-                f"_init_weights: it cannot be drawn by name. Save a model with its weights into the directory "
-                f"(save_pretrained), and train from those",
+                f"{type(module.get_submodule(owner)).__name__} initialises {theirs} in __init__,"
+                " and not in _init_weights: it cannot be drawn by name. Save a model with its"
+                " weights into the directory (save_pretrained), and train from those",
             )

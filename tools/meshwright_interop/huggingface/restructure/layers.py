@@ -1,8 +1,10 @@
-"""``model.builder = "hf:DIRECTORY"``: a causal language model of transformers as the layers of an nn.Sequential.
+"""``model.builder = "hf:DIRECTORY"``: a causal language model of transformers as the layers
+of an nn.Sequential.
 
-The model is cut at the modules of its own pipeline plan (``_pp_plan``), or of a derived one, see cut.py. It is sharded
-by its own tensor-parallel plan (``_tp_plan``). No code here is specific to one model. Computations between the planned
-modules run in the model's own code, see frame.py. Parameters get new names::
+The model is cut at the modules of its own pipeline plan (``_pp_plan``), or of a derived one, see
+cut.py. It is sharded by its own tensor-parallel plan (``_tp_plan``). No code here is specific to
+one model. Computations between the planned modules run in the model's own code, see frame.py.
+Parameters get new names::
 
     name in the Sequential                name in transformers
     embedding.embed_tokens.weight         model.embed_tokens.weight
@@ -15,7 +17,7 @@ A model that cannot be restructured is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +43,16 @@ from meshwright_interop.huggingface.restructure.experts import (
 )
 from meshwright_interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright_interop.huggingface.restructure.library import import_transformers
-from meshwright_interop.huggingface.restructure.plans import context_plan, gathered_beside, kinds_of, sharding_of
+from meshwright_interop.huggingface.restructure.plans import (
+    context_plan,
+    gathered_beside,
+    kinds_of,
+    sharding_of,
+)
 from meshwright_interop.huggingface.restructure.probe import probe
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
+from meshwright_interop.huggingface.rules import TensorMapping
 from meshwright_interop.huggingface.source import open_source
 
 OWN_OPTIONS = ("weights", "attention")
@@ -58,14 +66,17 @@ CHANGING_ROTARY = ("dynamic", "longrope")
 
 
 def builder(path: str) -> Callable[..., nn.Sequential]:
-    """Return the builder of one directory; its options are ``weights``, ``attention`` and keys of ``config.json``."""
+    """Return the builder of one directory; its options are ``weights``,
+    ``attention`` and keys of ``config.json``.
+    """
     return partial(build, Path(path).expanduser())
 
 
 def build(
     directory: Path, *, weights: bool | None = None, attention: str | None = None, **overrides: Any
 ) -> nn.Sequential:
-    """Build the Sequential ``embedding``, ``block0`` .., final norm, ``head``, with parameters on the meta device.
+    """Build the Sequential ``embedding``, ``block0`` .., final norm, ``head``,
+    with parameters on the meta device.
 
     Its forward: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -82,27 +93,33 @@ def build(
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
     source = open_source(directory, f", or {FRESH_WEIGHTS}") if weights is not False else None
     if weights and source is None:
-        raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
+        raise ModelError(
+            "MW-INTEROP-066",
+            f"model.options.weights = true, but {directory} holds no *.safetensors",
+        )
     model = _skeleton(config, place, attention)
     constants = freeze_buffers(model)
     untouched = partial(check_untouched, config, place, attention)
     planned, layers = _cut(model, place, untouched)
     tied = _ties(layers)
     parameters = {
-        name: _transformers_name(name, planned) for name, _ in layers.named_parameters(remove_duplicate=False)
+        name: _transformers_name(name, planned)
+        for name, _ in layers.named_parameters(remove_duplicate=False)
     }
     if source is not None:
         source.check(
-            {parameters[name]: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
-            {parameters[first]: [parameters[name] for name in others] for first, *others in tied},
+            _rules_of(layers, parameters, tied),
+            {name: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
             lambda name: name.endswith(".inv_freq") or _is_left_out(name, config, overrides),
             type(model).__name__,
-            f"leave model.options as they are in {CONFIG}; or save it with transformers, save_pretrained(..., "
-            f"save_original_format=False); or {FRESH_WEIGHTS}",
+            f"leave model.options as they are in {CONFIG}; or save it with transformers,"
+            f" save_pretrained(..., save_original_format=False); or {FRESH_WEIGHTS}",
             EXACT_IN_FLOAT32,
         )
     own_names = {
-        _transformers_name(name, planned): name for name, _ in layers.named_modules() if _is_inside(name, planned)
+        _transformers_name(name, planned): name
+        for name, _ in layers.named_modules()
+        if _is_inside(name, planned)
     }
     own_names |= {theirs: name for name, theirs in parameters.items()}
     kinds, problems = kinds_of(without_parameters(model._tp_plan, own_names, layers), own_names)
@@ -124,39 +141,67 @@ def build(
     return layers
 
 
+def _rules_of(
+    layers: nn.Sequential, names: Mapping[str, str], tied: Sequence[tuple[str, ...]]
+) -> list[TensorMapping]:
+    """Return the rules of the parameters, of tied ones that of the first name.
+
+    Args:
+        layers: the layers.
+        names: name in the Sequential -> name in transformers.
+        tied: groups of names that share one parameter, the canonical name first.
+    """
+    copies = {first: tuple(names[other] for other in others) for first, *others in tied}
+    return [
+        TensorMapping(name, (names[name],), same_as=copies.get(name, ()))
+        for name, _ in layers.named_parameters()
+    ]
+
+
 def _is_left_out(name: str, config: Any, overrides: Mapping[str, Any]) -> bool:
     """Return whether a tensor is of a layer beyond those that ``overrides`` ask for."""
     layers = next((getattr(config, key) for key in LAYERS if key in overrides), None)
-    return layers is not None and any(whole_number(part, layers) is not None for part in name.split("."))
+    return layers is not None and any(
+        whole_number(part, layers) is not None for part in name.split(".")
+    )
 
 
 def _skeleton(config: Any, place: str, attention: str | None) -> Any:
-    """Build the whole transformers model in training mode, with parameters on meta and constants materialised.
+    """Build the whole transformers model in training mode,
+    with parameters on meta and constants materialised.
 
     Raises:
-        ModelError: it is no causal LM, its rotary embedding changes during training, or its experts cannot be replaced.
+        ModelError: it is no causal LM, its rotary embedding changes during training, or its experts
+            cannot be replaced.
     """
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             "MW-INTEROP-068",
-            f"{place}: transformers has no causal language model of this architecture (AutoModelForCausalLM): only "
-            f"those are restructured; write this one as code, see docs/huggingface-models.md",
+            f"{place}: transformers has no causal language model of this architecture"
+            " (AutoModelForCausalLM): only those are restructured; write this one as code, see"
+            " docs/huggingface-models.md",
         )
-    kinds = {str(value.get("rope_type")) for value in tables_of(getattr(config, "rope_parameters", None) or {})}
+    kinds = {
+        str(value.get("rope_type"))
+        for value in tables_of(getattr(config, "rope_parameters", None) or {})
+    }
     changing = sorted(kinds & set(CHANGING_ROTARY))
     if changing:
         raise ModelError(
             "MW-INTEROP-069",
-            f"{place}: rope_type = {changing[0]!r} changes the rotary frequencies by the "
-            f"longest sequence seen so far, which differs between processes: train with a rope_parameters of "
-            f"another type (linear, llama3, yarn) in model.options",
+            f"{place}: rope_type = {changing[0]!r} changes the rotary frequencies by the longest"
+            " sequence seen so far, which differs between processes: train with a rope_parameters"
+            " of another type (linear, llama3, yarn) in model.options",
         )
     if attention not in (None, "sdpa", "eager"):
         raise ModelError(
-            "MW-INTEROP-070", f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out'
+            "MW-INTEROP-070",
+            f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out',
         )
-    chosen = implementation(config) | ({} if attention is None else {"attn_implementation": attention})
+    chosen = implementation(config) | (
+        {} if attention is None else {"attn_implementation": attention}
+    )
     try:
         with parameters_on_meta(), FillLimit(place):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -166,17 +211,21 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         raise
     except Exception as error:
         raise ModelError(
-            "MW-INTEROP-072", f"{place}: transformers cannot build it: {type(error).__name__}: {error}"
+            "MW-INTEROP-072",
+            f"{place}: transformers cannot build it: {type(error).__name__}: {error}",
         ) from error
     model.config.use_cache = False
     return model.train()
 
 
-def _cut(model: Any, place: str, untouched: Callable[[], None]) -> tuple[dict[str, str], nn.Sequential]:
+def _cut(
+    model: Any, place: str, untouched: Callable[[], None]
+) -> tuple[dict[str, str], nn.Sequential]:
     """Cut the model at its own plan, or at a derived one, see cut.py, and check the parts.
 
     Raises:
-        ModelError: that of ``untouched``, if transformers cannot run the model either; or the reason of the cut.
+        ModelError: that of ``untouched``, if transformers cannot run the model either; or the
+            reason of the cut.
     """
     has_plan = model.config.get_text_config().base_model_pp_plan
     try:
@@ -197,19 +246,29 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ModelError(
-                "MW-INTEROP-077", f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0"
+                "MW-INTEROP-077",
+                f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0",
             )
-    parameters = {name for part in (layers, model) for name, _ in part.named_parameters(remove_duplicate=False)}
-    buffers = [name for part in (layers, model) for name in part.state_dict() if name not in parameters]
+    parameters = {
+        name
+        for part in (layers, model)
+        for name, _ in part.named_parameters(remove_duplicate=False)
+    }
+    buffers = [
+        name for part in (layers, model) for name in part.state_dict() if name not in parameters
+    ]
     if buffers:
         raise ModelError(
             "MW-INTEROP-079",
-            f"{place}: {buffers[0]} is a persistent buffer of whole numbers: such a state is not carried over",
+            f"{place}: {buffers[0]} is a persistent buffer of whole numbers: such a state is not"
+            " carried over",
         )
 
 
 def _ties(layers: nn.Sequential) -> list[tuple[str, ...]]:
-    """Return the groups of names that share one parameter object (tied weights), the canonical name first."""
+    """Return the groups of names that share one parameter object (tied weights),
+    the canonical name first.
+    """
     groups: dict[int, list[str]] = {}
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -228,7 +287,9 @@ def _transformers_name(name: str, planned: Mapping[str, str]) -> str:
 
 
 def names_in_transformers(layers: nn.Sequential) -> dict[str, str]:
-    """Return the transformers name of each parameter of a restructured model, by its name in the Sequential."""
+    """Return the transformers name of each parameter of a restructured model,
+    by its name in the Sequential.
+    """
     names = layers.names_in_transformers
     assert isinstance(names, dict)
     return names

@@ -1,4 +1,6 @@
-"""The only import of ``transformers``: late and offline, with a patch for its detection of packed sequences."""
+"""The only import of ``transformers``: late and offline,
+with a patch for its detection of packed sequences.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,17 @@ def import_transformers() -> Any:
     Raises:
         ModelError: it is not installed.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of huggingface_hub, in child processes too
+    os.environ["HF_HUB_OFFLINE"] = (
+        "1"  # read at the import of huggingface_hub, in child processes too
+    )
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers
         from transformers import masking_utils
     except ImportError as error:
         raise ModelError(
-            "MW-INTEROP-080", f"a model of Hugging Face needs transformers 5 ({error}): pip install transformers"
+            "MW-INTEROP-080",
+            f"a model of Hugging Face needs transformers 5 ({error}): pip install transformers",
         ) from error
     if not hasattr(masking_utils.find_packed_sequence_indices, "unpacked"):
         _install(transformers, masking_utils)
@@ -36,10 +41,12 @@ def import_transformers() -> Any:
 
 
 def _install(transformers: Any, masking_utils: Any) -> None:
-    """Replace the function with which transformers detects several documents in one row of positions.
+    """Replace the function with which transformers detects several documents
+    in one row of positions.
 
-    The original reads the values of the positions. On meta there are none, and on a GPU each call would synchronise.
-    The replacement returns None (no packing) within :func:`whole_rows` and on meta, without reading values.
+    The original reads the values of the positions. On meta there are none, and on a GPU each call
+    would synchronise. The replacement returns None (no packing) within :func:`whole_rows` and on
+    meta, without reading values.
     """
     unpacked = masking_utils.find_packed_sequence_indices
 
@@ -62,7 +69,9 @@ def register_experts(name: str, function: Any) -> None:
 
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
-    """Register an attention (``attn_implementation``), and the creation of its masks, in transformers."""
+    """Register an attention (``attn_implementation``), and the creation of its masks,
+    in transformers.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -79,7 +88,9 @@ def mask_function_of(implementation: str) -> Any:
 
 @contextmanager
 def whole_rows(are_whole: bool = True) -> Iterator[None]:
-    """Declare for the block that each row of positions is one sequence; ``are_whole`` = False: it may hold several."""
+    """Declare for the block that each row of positions is one sequence; ``are_whole`` = False:
+    it may hold several.
+    """
     token = _WHOLE_ROWS.set(are_whole)
     try:
         yield

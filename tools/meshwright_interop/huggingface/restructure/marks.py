@@ -1,4 +1,6 @@
-"""Placeholders for the planned modules of a transformers model, and the state of a run through them."""
+"""Placeholders for the planned modules of a transformers model,
+and the state of a run through them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TargetReached(BaseException):
-    """Signal that ends a run at its target mark; a BaseException, so that no ``except Exception`` catches it.
+    """Signal that ends a run at its target mark; a BaseException,
+    so that no ``except Exception`` catches it.
 
     ``calls``: arguments of each mark called in this run, in order.
     """
@@ -25,16 +28,20 @@ class TargetReached(BaseException):
 class RunState:
     """Shared state of the marks of one frame during a run of the model's forward.
 
-    Each mark records its arguments and returns its input. The mark before ``target`` returns ``substitute`` instead,
-    and the target ends the run by raising :class:`TargetReached`.
+    Each mark records its arguments and returns its input. The mark before ``target`` returns
+    ``substitute`` instead, and the target ends the run by raising :class:`TargetReached`.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.positions: dict[str, int] = {}
-        """Mark name -> its index in the order of the forward; empty until ``ModelSkeleton.find_order`` has run."""
+        """Mark name -> its index in the order of the forward;
+        empty until ``ModelSkeleton.find_order`` has run.
+        """
         self.direct: set[int] = set()
-        """Indices of the marks whose input is the output of the mark before, without a computation between."""
+        """Indices of the marks whose input is the output of the mark before,
+        without a computation between.
+        """
         self.call_order: list[str] = []
         """Names of the marks in the order of their calls, while the order is being determined."""
         self.last: Any = None
@@ -51,8 +58,8 @@ class RunState:
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of a mark, and return the mark's output.
 
-        While the order is unknown, the output is a new tensor, so that its identity shows whether the next mark
-        receives it unchanged.
+        While the order is unknown, the output is a new tensor, so that its identity shows whether
+        the next mark receives it unchanged.
 
         Raises:
             TargetReached: the mark is the target of this run.
@@ -62,13 +69,21 @@ class RunState:
             if value is self.last:
                 self.direct.add(len(self.call_order))
             self.call_order.append(name)
-            self.last = value.clone() if value.is_floating_point() else torch.zeros(*value.shape, self.width)
+            self.last = (
+                value.clone()
+                if value.is_floating_point()
+                else torch.zeros(*value.shape, self.width)
+            )
             return self.last
         position = self.positions[name]
         self.calls.append((args, kwargs))
         if position == self.target:
             raise TargetReached(self.calls)
-        return self.substitute if position == self.target - 1 and self.substitute is not None else value
+        return (
+            self.substitute
+            if position == self.target - 1 and self.substitute is not None
+            else value
+        )
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -85,7 +100,9 @@ def with_first_argument(arguments: Arguments, value: Any) -> Arguments:
 
 
 class ModulePlaceholder(nn.Module):
-    """Placeholder for a planned module. It keeps the plain attributes that a model may read, such as attention type."""
+    """Placeholder for a planned module. It keeps the plain attributes that a model may read,
+    such as attention type.
+    """
 
     def __init__(self, name: str, module: nn.Module, state: RunState) -> None:
         super().__init__()

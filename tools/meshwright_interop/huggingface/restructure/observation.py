@@ -1,4 +1,6 @@
-"""Observation of one traced forward of an unmodified model: the calls of its units, and the form of their outputs."""
+"""Observation of one traced forward of an unmodified model: the calls of its units,
+and the form of their outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BATCH, LENGTH = 2, 4
 
 
 class OutputForm(NamedTuple):
-    """Form of a module's output: a tensor, or a tuple of ``length`` values that begins with the hidden states."""
+    """Form of a module's output: a tensor, or a tuple of ``length`` values that begins
+    with the hidden states.
+    """
 
     length: int | None
     shape: tuple[int, ...]
@@ -28,14 +32,18 @@ class OutputForm(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Observations of one traced forward: the order of the units' calls, and the form of each output."""
+    """Observations of one traced forward: the order of the units' calls,
+    and the form of each output.
+    """
 
     order: list[str]
     forms: dict[str, OutputForm]
 
 
 def hidden_states(output: Any) -> Any:
-    """Return the hidden states of a module's output: the output itself, or the first element of a tuple."""
+    """Return the hidden states of a module's output: the output itself,
+    or the first element of a tuple.
+    """
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
@@ -46,7 +54,9 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], ids: Tensor) -> Ob
     def record(name: str, output: Any) -> None:
         hidden = hidden_states(output)
         if not isinstance(hidden, Tensor) or not isinstance(output, Tensor | tuple | list):
-            raise TypeError(f"{name} returns a {type(output).__name__} without hidden states at its head")
+            raise TypeError(
+                f"{name} returns a {type(output).__name__} without hidden states at its head"
+            )
         seen.order.append(name)
         length = None if isinstance(output, Tensor) else len(output)
         seen.forms[name] = OutputForm(length, tuple(hidden.shape), hidden.dtype)

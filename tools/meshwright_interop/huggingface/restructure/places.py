@@ -1,4 +1,5 @@
-"""This rank's tokens in what transformers computes for whole samples: ids, positions, rotary angles.
+"""This rank's tokens in what transformers computes for whole samples: ids, positions,
+rotary angles.
 
 Shapes: B samples, S tokens of a sample, S/cp tokens of this rank.
 """
@@ -11,13 +12,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import ModelError
-from meshwright_interop.huggingface.restructure.marks import Arguments, first_argument, with_first_argument
+from meshwright_interop.huggingface.restructure.marks import (
+    Arguments,
+    first_argument,
+    with_first_argument,
+)
 
 
 def at_places(whole: Tensor, places: Tensor | None, dim: int = 1) -> Tensor:
-    """Return the elements at ``places`` (1 or B, S/cp) along ``dim``, (B, .., S, ..) -> (B, .., S/cp, ..).
+    """Return the elements at ``places`` (1 or B, S/cp) along ``dim``, (B, .., S, ..) -> (B, ..,
+    S/cp, ..).
 
-    ``places`` = None: the tensor itself. With other places in each sample a first dim of 1 becomes B.
+    ``places`` = None: the tensor itself. With other places in each sample a first dim of 1 becomes
+    B.
     """
     if places is None:
         return whole
@@ -30,9 +37,11 @@ def at_places(whole: Tensor, places: Tensor | None, dim: int = 1) -> Tensor:
 
 
 def own_arguments(arguments: Arguments, places: Tensor | None, size: Sequence[int]) -> Arguments:
-    """Return a module's arguments with this rank's tokens in all but the first one, the hidden states.
+    """Return a module's arguments with this rank's tokens in all but the first one,
+    the hidden states.
 
-    Positions (1 or B, S), and tensors (1 or B, .., S, r), as rotary angles are, are cut. ``size``: (B, S).
+    Positions (1 or B, S), and tensors (1 or B, .., S, r), as rotary angles are, are cut. ``size``:
+    (B, S).
 
     Raises:
         ModelError: another tensor has S elements in a dim.
@@ -44,15 +53,23 @@ def own_arguments(arguments: Arguments, places: Tensor | None, size: Sequence[in
     def cut(whole: Tensor) -> Tensor:
         tokens = 1 if whole.dim() == 2 else whole.dim() - 2
         others = [*whole.shape[1:tokens], *whole.shape[tokens + 1 :]] if whole.dim() > 3 else []
-        if tokens > 0 and whole.shape[tokens] == length and whole.shape[0] in (1, samples) and length not in others:
+        if (
+            tokens > 0
+            and whole.shape[tokens] == length
+            and whole.shape[0] in (1, samples)
+            and length not in others
+        ):
             return at_places(whole, places, tokens)
         if length in whole.shape:
             raise ModelError(
                 "MW-INTEROP-138",
-                f"the model's code passes a tensor {tuple(whole.shape)} to its layers, which is not indexed by the "
-                f"{length} tokens of a sample in its last dim but one: use parallel.cp = 1",
+                f"the model's code passes a tensor {tuple(whole.shape)} to its layers, which is not"
+                f" indexed by the {length} tokens of a sample in its last dim but one: use"
+                " parallel.cp = 1",
             )
         return whole
 
     hidden = first_argument(*arguments)
-    return with_first_argument(tree_map_only(Tensor, cut, with_first_argument(arguments, None)), hidden)
+    return with_first_argument(
+        tree_map_only(Tensor, cut, with_first_argument(arguments, None)), hidden
+    )

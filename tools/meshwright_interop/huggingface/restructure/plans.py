@@ -1,19 +1,22 @@
-"""Translation of a transformers tensor-parallel plan to a meshwright sharding plan, or the reason why there is none.
+"""Translation of a transformers tensor-parallel plan to a meshwright sharding plan,
+or the reason why there is none.
 
     transformers                        meshwright
     colwise                             column
     rowwise                             row
-    colwise_gather_output, colwise_rep  vocab for the head, whose logits stay sharded for the loss; else column_whole
+    colwise_gather_output, colwise_rep  vocab for the head, whose logits stay sharded for the loss;
+    else column_whole
     rowwise_split_input, rowwise_rep    row_whole
     embedding_rowwise                   vocab
     replicated_with_grad_allreduce      heads: replicated, applied to this rank's heads; gradients are summed over tp
     replicate, sequence_parallel        replicate: the same as no entry
-    moe_tp_experts, ep_dispatch_experts experts: whole on every tp rank; entries for parameters inside are left out
+    moe_tp_experts, ep_dispatch_experts experts: whole on every tp rank; entries for parameters
+    inside are left out
     moe_*, ep_*, packed_*, mla_*, ...   not supported: the model trains with tp = 1 only
 
-A tied embedding and head must be sharded alike, or not at all. Weights without an entry in the plan are replicated. If
-the probe sees such a weight act on a sharded tensor, it must be shared by all heads (kind ``heads``). Otherwise the
-model has no tensor parallelism.
+A tied embedding and head must be sharded alike, or not at all. Weights without an entry in the plan
+are replicated. If the probe sees such a weight act on a sharded tensor, it must be shared by all
+heads (kind ``heads``). Otherwise the model has no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -55,9 +58,11 @@ LINEAR_KINDS = ("column", "row", "column_whole", "row_whole")
 
 
 class TensorParallelPlan(NamedTuple):
-    """Sharding plan of a model: module name -> kind, heads of split projections, and reasons for missing features.
+    """Sharding plan of a model: module name -> kind, heads of split projections,
+    and reasons for missing features.
 
-    ``shared``: the projections whose heads several tp ranks may share. ``impossible`` maps "tp" (tensor parallelism) or
+    ``shared``: the projections whose heads several tp ranks may share. ``impossible`` maps "tp"
+        (tensor parallelism) or
     "sequence" (sequence parallelism) to the reason.
     """
 
@@ -67,23 +72,34 @@ class TensorParallelPlan(NamedTuple):
     shared: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
 
-def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Translate the entries of a plan: name in the Sequential -> meshwright kind, and a problem per unsupported entry.
+def kinds_of(
+    theirs: Mapping[str, str], names: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Translate the entries of a plan: name in the Sequential -> meshwright kind,
+    and a problem per unsupported entry.
 
     Args:
-        theirs: pattern of module names in transformers -> kind in transformers; ``*`` matches the index of a layer.
-        names: name in transformers -> name in the Sequential, of every module and parameter of the model.
+        theirs: pattern of module names in transformers -> kind in transformers; ``*`` matches the
+            index of a layer.
+        names: name in transformers -> name in the Sequential, of every module and parameter of the
+            model.
     """
     kinds: dict[str, str] = {}
     problems: list[str] = []
     for pattern, style in theirs.items():
         if not isinstance(style, str):
-            problems.append(f"its plan (base_model_tp_plan) gives {pattern} a {type(style).__name__}, not a name")
+            problems.append(
+                f"its plan (base_model_tp_plan) gives {pattern} a {type(style).__name__}, not a"
+                " name"
+            )
             continue
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
         found = [name for name in names if expression.match(name)]
         if found and style not in KINDS:
-            problems.append(f"its plan shards {pattern} as {style!r}, which is not supported{_expert_hint(style)}")
+            problems.append(
+                f"its plan shards {pattern} as {style!r}, which is not"
+                f" supported{_expert_hint(style)}"
+            )
         for name in found if style in KINDS else ():
             kinds[names[name]] = KINDS[style]
     return kinds, problems
@@ -100,7 +116,8 @@ def sharding_of(
 
     Args:
         kinds: module name -> kind, from :func:`kinds_of`.
-        problems: unsupported entries, from :func:`kinds_of`; any of them rules out tensor parallelism.
+        problems: unsupported entries, from :func:`kinds_of`; any of them rules out tensor
+            parallelism.
         layers: the restructured model.
         tied: groups of names that share one parameter.
         observations: observations of the probe.
@@ -119,13 +136,13 @@ def sharding_of(
     unconfirmed = [name for name, is_uncut in observations.uncut.items() if not is_uncut]
     if not is_vocabulary_sharded:
         impossible["sequence"] = (
-            "its token embedding is no plain nn.Embedding, or tied to a weight that is sharded otherwise: it stays "
-            "replicated, and nothing splits the sequence"
+            "its token embedding is no plain nn.Embedding, or tied to a weight that is sharded"
+            " otherwise: it stays replicated, and nothing splits the sequence"
         )
     elif unconfirmed:
         impossible["sequence"] = (
-            f"{unconfirmed[0]} lies beside column-wise linears with gathered output, and did not take that output as "
-            f"its only input in the probe"
+            f"{unconfirmed[0]} lies beside column-wise linears with gathered output, and did not"
+            " take that output as its only input in the probe"
         )
     else:
         gathered, problem = _sequence_gathers(layers, kinds)
@@ -135,7 +152,9 @@ def sharding_of(
     dropout = next(_dropout_problems(layers, kinds), None)
     if dropout is not None:
         return TensorParallelPlan({}, {}, {"tp": dropout})
-    kinds |= dict.fromkeys((name for name, is_uncut in observations.uncut.items() if is_uncut), "uncut")
+    kinds |= dict.fromkeys(
+        (name for name, is_uncut in observations.uncut.items() if is_uncut), "uncut"
+    )
     heads = _num_heads(layers, kinds)
     return TensorParallelPlan(
         merge_blocks(kinds, layers),
@@ -146,21 +165,34 @@ def sharding_of(
 
 
 def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the entries of the plan for context parallelism, or the reason why there are none, by "cp".
+    """Return the entries of the plan for context parallelism, or the reason why there are none,
+    by "cp".
 
-    Attention that goes through transformers' registry gets a core. Layers of a derived plan take no positions.
+    Attention that goes through transformers' registry gets a core. Layers of a derived plan take no
+    positions.
     """
     if any(isinstance(layer, DerivedLayer) for layer in layers):
-        why = "the model declares no plan for a pipeline (base_model_pp_plan): its layers take no positions"
+        why = (
+            "the model declares no plan for a pipeline (base_model_pp_plan): its layers take no"
+            " positions"
+        )
         return {}, {"cp": why}
     cores = install_cores(layers)
     if not cores:
-        return {}, {"cp": f"no attention of the model goes through transformers' registry ({REGISTRY})"}
-    return merge_blocks(dict.fromkeys(cores, "context"), layers) | dict.fromkeys(layers._modules, "places"), {}
+        return {}, {
+            "cp": f"no attention of the model goes through transformers' registry ({REGISTRY})"
+        }
+    return (
+        merge_blocks(dict.fromkeys(cores, "context"), layers)
+        | dict.fromkeys(layers._modules, "places"),
+        {},
+    )
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
-    """Find sibling modules of columns with gathered output that have weights and no entry: name -> these columns."""
+    """Find sibling modules of columns with gathered output that have weights and no entry:
+    name -> these columns.
+    """
     found: dict[str, list[str]] = {}
     for column in (name for name, kind in kinds.items() if kind == "column_whole"):
         parent = column.rpartition(".")[0]
@@ -173,37 +205,45 @@ def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, li
 
 
 def _expert_hint(style: str) -> str:
-    return " (a mixture of experts)" if style.startswith(("moe", "ep_", "grouped", "packed")) else ""
+    return (
+        " (a mixture of experts)" if style.startswith(("moe", "ep_", "grouped", "packed")) else ""
+    )
 
 
 def _misfits(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
     modules = dict(layers.named_modules())
     for name, kind in kinds.items():
         if name not in modules:
-            yield f"its plan shards the parameter {name} as {kind}, but only linears and embeddings can be sharded"
+            yield (
+                f"its plan shards the parameter {name} as {kind}, but only linears and embeddings"
+                " can be sharded"
+            )
         elif kind in LINEAR_KINDS and type(modules[name]) is not nn.Linear:
             yield (
-                f"its plan shards {name}, a {type(modules[name]).__name__}, as {kind}, but only plain nn.Linear and "
-                f"nn.Embedding can be sharded"
+                f"its plan shards {name}, a {type(modules[name]).__name__}, as {kind}, but only"
+                " plain nn.Linear and nn.Embedding can be sharded"
             )
 
 
-def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tuple[str, ...]]) -> bool:
+def _vocabulary(
+    layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tuple[str, ...]]
+) -> bool:
     """Set the kind ``vocab`` for the embedding and the head where possible; updates ``kinds``.
 
     Returns True if both are split over the vocabulary.
     """
     modules = dict(layers.named_modules())
     first, *_, last = layers._modules
-    heads = [name for name in kinds if name.startswith(f"{last}.") and kinds[name] == "column_whole"]
+    of_head = [name for name in kinds if name.startswith(f"{last}.")]
+    heads = [name for name in of_head if kinds[name] == "column_whole"]
     tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
+    is_plain = len(tables) == 1 and type(modules[tables[0]]) is nn.Embedding
     tied_modules = {name.rpartition(".")[0] for names in tied for name in names}
-    plain = [name for name in tables if type(modules[name]) is nn.Embedding and name.startswith(f"{first}.")]
     for name in tables:
         kinds.pop(name, None)
     for name in heads:
         kinds[name] = "vocab"
-    if len(tables) == 1 and plain == tables and (tables[0] not in tied_modules or heads):
+    if is_plain and tables[0].startswith(f"{first}.") and (tables[0] not in tied_modules or heads):
         kinds[tables[0]] = "vocab"
         return bool(heads)
     for name in heads:
@@ -212,34 +252,52 @@ def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tup
     return False
 
 
-def _sequence_gathers(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str], str | None]:
-    """Find the modules before which sequence parallelism all-gathers the sequence, or the reason why it cannot.
+def _sequence_gathers(
+    layers: nn.Sequential, kinds: Mapping[str, str]
+) -> tuple[list[str], str | None]:
+    """Find the modules before which sequence parallelism all-gathers the sequence,
+    or the reason why it cannot.
 
-    These modules begin with columns and end with a row. Their code takes the sequence length from their input, so that
-    the input must be whole.
+    These modules begin with columns and end with a row. Their code takes the sequence length from
+    their input, so that the input must be whole.
     """
     head, around = list(layers._modules)[-1], around_experts(layers)
     columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
-    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if not name.startswith(f"{head}.")))
-    flat = next((parent for parent in parents if parent.rpartition(".")[0] in around), None)
-    if flat is not None:
-        return [], f"{flat} lies beside experts, whose code may join samples and tokens in one dim: nothing is gathered"
+    rows = [name for name, kind in kinds.items() if kind in ("row", "row_whole")]
+    inside = [name for name in columns if not name.startswith(f"{head}.")]
+    parents = list(dict.fromkeys(name.rpartition(".")[0] for name in inside))
     for parent in parents:
-        has_row = any(name.startswith(f"{parent}.") for name, kind in kinds.items() if kind in ("row", "row_whole"))
-        if parent.count(".") < 2 or not has_row:
-            return [], f"{parent} has column-wise linears and no row-wise one: there is no place to gather the sequence"
-    for name, layer in layers.named_children():
-        mixer = next(_token_mixers(layer, name, parents, around) if name != head else iter(()), None)
-        if mixer is not None:
-            return [], (
-                f"{mixer} ({type(layers.get_submodule(mixer)).__name__}) may work on several tokens at a time, and has "
-                f"no entry in its plan: nothing gathers the sequence before it"
+        if parent.rpartition(".")[0] in around:
+            problem = (
+                f"{parent} lies beside experts, whose code may join samples and tokens in one dim:"
+                " nothing is gathered"
             )
+            return [], problem
+    for parent in parents:
+        has_row = any(name.startswith(f"{parent}.") for name in rows)
+        if parent.count(".") < 2 or not has_row:
+            problem = (
+                f"{parent} has column-wise linears and no row-wise one: there is no place to gather"
+                " the sequence"
+            )
+            return [], problem
+    for name, layer in layers.named_children():
+        mixers = iter(()) if name == head else _token_mixers(layer, name, parents, around)
+        mixer = next(mixers, None)
+        if mixer is not None:
+            problem = (
+                f"{mixer} ({type(layers.get_submodule(mixer)).__name__}) may work on several tokens"
+                " at a time, and has no entry in its plan: nothing gathers the sequence before it"
+            )
+            return [], problem
     return parents, None
 
 
-def _token_mixers(module: nn.Module, name: str, parents: Sequence[str], around: set[str]) -> Iterator[str]:
-    """Yield modules outside ``parents`` that may mix tokens: convolutions, and modules whose children have weights.
+def _token_mixers(
+    module: nn.Module, name: str, parents: Sequence[str], around: set[str]
+) -> Iterator[str]:
+    """Yield modules outside ``parents`` that may mix tokens: convolutions,
+    and modules whose children have weights.
 
     Those ``around`` experts do not.
     """
@@ -256,43 +314,56 @@ def _token_mixers(module: nn.Module, name: str, parents: Sequence[str], around: 
 
 
 def _dropout_problems(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
-    """Yield a problem for each active dropout beside split linears: the plan does not name its input's sharded dim."""
+    """Yield a problem for each active dropout beside split linears:
+    the plan does not name its input's sharded dim.
+    """
     parents = {name.rpartition(".")[0] for name, kind in kinds.items() if kind in LINEAR_KINDS}
     for name, module in layers.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0 and name.rpartition(".")[0] in parents:
-            yield f"{name}, a dropout (p={module.p}), lies between sharded linears, and the plan has no entry for it"
+            yield (
+                f"{name}, a dropout (p={module.p}), lies between sharded linears, and the plan has"
+                " no entry for it"
+            )
 
 
 def _num_heads(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of heads of each split projection whose parent module has a ``head_dim`` or ``head_size``."""
-    found = {}
+    """Return the number of heads of each split projection whose parent module has a ``head_dim``
+    or ``head_size``.
+    """
+    heads = {}
     for name, kind in kinds.items():
         module = layers.get_submodule(name)
         if kind not in ("column", "row") or not isinstance(module, nn.Linear):
             continue
         around: Any = layers.get_submodule(name.rpartition(".")[0])
-        length = next((getattr(around, key) for key in ("head_dim", "head_size") if hasattr(around, key)), None)
+        size = getattr(around, "head_dim", getattr(around, "head_size", None))
         total = module.out_features if kind == "column" else module.in_features
-        if isinstance(length, int) and length > 0 and total % length == 0:
-            found[name] = total // length
-    return found
+        if isinstance(size, int) and size > 0 and total % size == 0:
+            heads[name] = total // size
+    return heads
 
 
 def _shared_heads(
     layers: nn.Sequential, heads: Mapping[str, int], kinds: Mapping[str, str]
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the entry in ``model.shared_units`` of each key and value projection of grouped-query attention.
+    """Return the entry in ``model.shared_units`` of each key and value projection
+    of grouped-query attention.
 
-    They are recognised by their heads: of three columns beside each other two have those of the first, divided by the
-    number of groups, ``num_key_value_groups``, which the module's forward reads.
+    They are recognised by their heads: of three columns beside each other two have those of the
+    first, divided by the number of groups, ``num_key_value_groups``, which the module's forward
+    reads.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    shared: dict[str, tuple[Any, ...]] = {}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in heads):
         groups = getattr(layers.get_submodule(parent), GROUPS, None)
-        columns = [name for name in kinds if name.rpartition(".")[0] == parent and kinds[name] == "column"]
-        counts = [heads.get(name, 0) for name in columns]
-        if isinstance(groups, int) and groups > 1 and sorted(counts) == [max(counts) // groups] * 2 + [max(counts)]:
-            first, second = (name for name, count in zip(columns, counts, strict=True) if count < max(counts))
-            rows = (layers.get_parameter(f"{first}.weight").shape[0] // heads[first],)
-            found |= {first: (rows, 1, GROUPS), second: (rows, 1, "")}
-    return found
+        if not isinstance(groups, int) or groups <= 1:
+            continue
+        siblings = [name for name in kinds if name.rpartition(".")[0] == parent]
+        counts = {name: heads.get(name, 0) for name in siblings if kinds[name] == "column"}
+        most = max(counts.values(), default=0)
+        if sorted(counts.values()) != [most // groups] * 2 + [most]:
+            continue
+        first, second = (name for name, count in counts.items() if count < most)
+        rows = layers.get_parameter(f"{first}.weight").shape[0] // heads[first]
+        shared |= {first: ((rows,), 1, GROUPS), second: ((rows,), 1, "")}
+    return shared

@@ -1,4 +1,5 @@
-"""A traced training forward on the meta device: finds functional dropout, and the weights that act on sharded tensors.
+"""A traced training forward on the meta device: finds functional dropout,
+and the weights that act on sharded tensors.
 
 Functional dropout draws from a process-wide generator, so that its masks cannot be seeded by name.
 """
@@ -17,12 +18,23 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import ModelError
 from meshwright_interop.huggingface.restructure.buffers import check_unchanged, versions
 
-DRAWS = {"bernoulli", "exponential_", "multinomial", "normal_", "poisson", "rand_like", "randn_like", "uniform_"}
+DRAWS = {
+    "bernoulli",
+    "exponential_",
+    "multinomial",
+    "normal_",
+    "poisson",
+    "rand_like",
+    "randn_like",
+    "uniform_",
+}
 """Functions that draw a random number for each element."""
 
 
 class FunctionalDropoutRecorder(TorchFunctionMode):
-    """Function mode that records each functional dropout, which would draw from the process-wide generator."""
+    """Function mode that records each functional dropout,
+    which would draw from the process-wide generator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +44,9 @@ class FunctionalDropoutRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (args[4:5] or (0,))[0]):
+        if func is F.scaled_dot_product_attention and (
+            kwargs.get("dropout_p") or (args[4:5] or (0,))[0]
+        ):
             self.calls.append("the attention's probabilities")
             kwargs = kwargs | {"dropout_p": 0.0}
         elif func in (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout):
@@ -51,13 +65,16 @@ class ProbeResult(NamedTuple):
     uncut: dict[str, bool]
     """Siblings of columns with gathered output -> True if such an output is their only input."""
     per_head_modules: list[str]
-    """Modules without an entry in the plan whose weights act on sharded heads, and are shared by all heads."""
+    """Modules without an entry in the plan whose weights act on sharded heads,
+    and are shared by all heads.
+    """
     problems: list[str]
     """Reasons why weights without an entry in the plan cannot stay replicated."""
 
 
 class ShardedTensorTracker(TorchFunctionMode):
-    """Function mode that follows tensors from a column, which tensor parallelism will shard, until a row reduces them.
+    """Function mode that follows tensors from a column, which tensor parallelism will shard,
+    until a row reduces them.
 
     It records the other operands of operations on such sharded tensors::
 
@@ -79,7 +96,9 @@ class ShardedTensorTracker(TorchFunctionMode):
         self.weight_uses: dict[str, list[tuple[int, ...]]] = {}
         """Name of a weight -> shapes of the sharded tensors that it acts on."""
         self.replicated_operands: dict[str, str] = {}
-        """Last weight of a replicated activation -> column of the sharded tensor that it is combined with."""
+        """Last weight of a replicated activation -> column of the sharded tensor
+        that it is combined with.
+        """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -91,7 +110,9 @@ class ShardedTensorTracker(TorchFunctionMode):
         written = args[:1] if func is Tensor.__setitem__ else ()
         if sharded:
             for weight in weights:
-                self.weight_uses.setdefault(weight.name, []).extend(tuple(shard.tensor.shape) for shard in sharded)
+                self.weight_uses.setdefault(weight.name, []).extend(
+                    tuple(shard.tensor.shape) for shard in sharded
+                )
             self.replicated_operands |= {each.name: sharded[0].name for each in replicated}
             self._track(self.sharded, sharded[0].name, (result, written))
         elif len(weights) == len(operands) and len({weight.name for weight in weights}) == 1:
@@ -101,13 +122,23 @@ class ShardedTensorTracker(TorchFunctionMode):
         return result
 
     def _track(self, kind: dict[int, TrackedTensor], name: str, value: Any) -> None:
-        kind |= {id(tensor): TrackedTensor(tensor, name) for tensor in tensors_in(value) if tensor.is_floating_point()}
+        kind |= {
+            id(tensor): TrackedTensor(tensor, name)
+            for tensor in tensors_in(value)
+            if tensor.is_floating_point()
+        }
 
     def watch(self, name: str, module: nn.Module, kind: str) -> None:
-        """Register a hook that marks the output of a column as sharded, and of a row as replicated."""
+        """Register a hook that marks the output of a column as sharded,
+        and of a row as replicated.
+        """
 
         def after(module: nn.Module, args: Any, output: Tensor) -> None:
-            added, removed = (self.sharded, self.replicated) if kind == "column" else (self.replicated, self.sharded)
+            added, removed = (
+                (self.sharded, self.replicated)
+                if kind == "column"
+                else (self.replicated, self.sharded)
+            )
             removed.pop(id(output), None)
             self._track(added, name, output)
 
@@ -154,7 +185,8 @@ def probe(
 ) -> ProbeResult:
     """Run one training forward on meta, and return the observations.
 
-    Of equal layers only the first one runs. Dropout modules are off, since their masks are later seeded by name.
+    Of equal layers only the first one runs. Dropout modules are off, since their masks are later
+    seeded by name.
 
     Args:
         layers: the restructured model.
@@ -165,12 +197,14 @@ def probe(
         untouched: called if the layers fail; raises if transformers' own model fails as well.
 
     Raises:
-        ModelError: functional dropout, or another function that draws from the process-wide generator: its numbers
-            would depend on layout. Or a frozen parameter that the forward writes.
+        ModelError: functional dropout, or another function that draws from the process-wide
+            generator: its numbers would depend on layout. Or a frozen parameter that the forward
+            writes.
     """
     first_of_kind: dict[str, str] = {}
     probed_layers = {
-        name: first_of_kind.setdefault(structure_key(layer), name) for name, layer in layers.named_children()
+        name: first_of_kind.setdefault(structure_key(layer), name)
+        for name, layer in layers.named_children()
     }
     on_meta = nn.Sequential()
     for name in dict.fromkeys(probed_layers.values()):
@@ -178,7 +212,10 @@ def probe(
     for module in (each for each in on_meta.modules() if isinstance(each, nn.Dropout)):
         module.eval()
     uncut = _record_uncut(on_meta, siblings)
-    dropouts, tracker = FunctionalDropoutRecorder(), ShardedTensorTracker(dict(on_meta.named_parameters()))
+    dropouts, tracker = (
+        FunctionalDropoutRecorder(),
+        ShardedTensorTracker(dict(on_meta.named_parameters())),
+    )
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
             tracker.watch(name, module, kinds[name])
@@ -187,21 +224,30 @@ def probe(
         has_run = _runs(on_meta)
     if not has_run:
         untouched()
-        return ProbeResult(uncut, [], [])  # the layer is reported, with its reason, when the stages are cut
+        # the layer is reported, with its reason, when the stages are cut
+        return ProbeResult(uncut, [], [])
     _check_draws(dropouts, place, config)
     check_unchanged(on_meta, before, place)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
-    unplanned = {name: shapes for name, shapes in tracker.weight_uses.items() if name.rpartition(".")[0] not in named}
+    unplanned = {
+        name: shapes
+        for name, shapes in tracker.weight_uses.items()
+        if name.rpartition(".")[0] not in named
+    }
     per_head_modules, problems = _classify_weights(on_meta, unplanned)
     problems += [
-        f"the output of {name} is replicated, and combined with the output of {column}, which its plan shards: its "
-        f"gradient would be that of one rank's shard"
+        f"the output of {name} is replicated, and combined with the output of {column}, which its"
+        " plan shards: its gradient would be that of one rank's shard"
         for name, column in tracker.replicated_operands.items()
     ]
     inner_modules = [name for name, _ in layers.named_modules() if name.partition(".")[0]]
     return ProbeResult(
         {name: uncut[_name_in_probed_layer(name, probed_layers)] for name in siblings},
-        [name for name in inner_modules if _name_in_probed_layer(name, probed_layers) in per_head_modules],
+        [
+            name
+            for name in inner_modules
+            if _name_in_probed_layer(name, probed_layers) in per_head_modules
+        ],
         problems,
     )
 
@@ -219,12 +265,16 @@ def _runs(on_meta: nn.Sequential) -> bool:
 
 
 def _record_uncut(on_meta: nn.Sequential, siblings: Mapping[str, Sequence[str]]) -> dict[str, bool]:
-    """Register hooks that fill the returned dict, :attr:`ProbeResult.uncut`, while the layers run."""
+    """Register hooks that fill the returned dict, :attr:`ProbeResult.uncut`,
+    while the layers run.
+    """
     outputs: list[Tensor] = []
     uncut = dict.fromkeys(siblings, False)
     run = [name for name in siblings if name.partition(".")[0] in on_meta._modules]
     for column in {column for name in run for column in siblings[name]}:
-        on_meta.get_submodule(column).register_forward_hook(lambda module, args, output: outputs.append(output))
+        on_meta.get_submodule(column).register_forward_hook(
+            lambda module, args, output: outputs.append(output)
+        )
     for name in run:
 
         def before(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
@@ -239,27 +289,33 @@ def _check_draws(recorder: FunctionalDropoutRecorder, place: str, config: Any) -
     if recorder.draws and not recorder.calls:
         raise ModelError(
             "MW-INTEROP-117",
-            f"{place}: its forward draws random numbers in training ({recorder.draws[0]}) from a generator of the "
-            f"process, as where it samples experts: no layout could draw the same numbers again",
+            f"{place}: its forward draws random numbers in training ({recorder.draws[0]}) from a"
+            " generator of the process, as where it samples experts: no layout could draw the same"
+            " numbers again",
         )
     if not recorder.calls:
         return
-    keys = [name for name, value in vars(config).items() if ("drop" in name) and isinstance(value, float) and value > 0]
+    keys = [
+        name
+        for name, value in vars(config).items()
+        if ("drop" in name) and isinstance(value, float) and value > 0
+    ]
     options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
     raise ModelError(
         "MW-INTEROP-081",
-        f"{place}: functional dropout ({recorder.calls[0]}) draws from a generator of the process: no layout could "
-        f"draw the same masks again. Set {options or 'it to 0 in config.json'}",
+        f"{place}: functional dropout ({recorder.calls[0]}) draws from a generator of the process:"
+        f" no layout could draw the same masks again. Set {options or 'it to 0 in config.json'}",
     )
 
 
 def _classify_weights(
     on_meta: nn.Sequential, weight_uses: Mapping[str, Sequence[tuple[int, ...]]]
 ) -> tuple[list[str], list[str]]:
-    """Classify the weights that act on sharded tensors, as the modules and problems of :class:`ProbeResult`.
+    """Classify the weights that act on sharded tensors,
+    as the modules and problems of :class:`ProbeResult`.
 
-    A vector of length d is shared by all heads if all tensors that it acts on have at least 4 dims, the last of size d.
-    Any other weight is a problem.
+    A vector of length d is shared by all heads if all tensors that it acts on have at least 4 dims,
+    the last of size d. Any other weight is a problem.
     """
     per_head_modules: list[str] = []
     problems: list[str] = []
@@ -269,7 +325,8 @@ def _classify_weights(
             per_head_modules.append(name.rpartition(".")[0])
         else:
             problems.append(
-                f"{name} {list(shape)} acts on activations that its plan shards, and has no entry in the plan"
+                f"{name} {list(shape)} acts on activations that its plan shards, and has no entry"
+                " in the plan"
             )
     return per_head_modules, problems
 

@@ -1,9 +1,11 @@
-"""Proof that a restructured model computes the logits of the unmodified one: both graphs of operations are compared.
+"""Proof that a restructured model computes the logits of the unmodified one:
+both graphs of operations are compared.
 
-Both forwards run on the meta device, where they cost no memory and almost no time, at the model's full size. Each
-value gets a number: a hash of the operation, its constants and the numbers of its operands. Leaves are the token ids,
-the parameters and buffers by their name, and constants by their content. Equal numbers mean the same operations, in the
-same order, on the same values: such logits agree bit for bit on every device.
+Both forwards run on the meta device, where they cost no memory and almost no time, at the model's
+full size. Each value gets a number: a hash of the operation, its constants and the numbers of its
+operands. Leaves are the token ids, the parameters and buffers by their name, and constants by their
+content. Equal numbers mean the same operations, in the same order, on the same values: such logits
+agree bit for bit on every device.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from meshwright_interop.huggingface.restructure.observation import BATCH, LENGTH
 
 
 class ValueNumbering(TorchDispatchMode):
-    """Dispatch mode that numbers the content of each storage; a view is its storage's number with its geometry."""
+    """Dispatch mode that numbers the content of each storage;
+    a view is its storage's number with its geometry.
+    """
 
     def __init__(self, leaves: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +56,9 @@ class ValueNumbering(TorchDispatchMode):
         self._numbers[tensor.untyped_storage()._cdata] = number
 
     def _constant(self, tensor: Tensor) -> str:
-        """Return the number of a leaf without a name; on meta it is a value of its own, equal to no other."""
+        """Return the number of a leaf without a name; on meta it is a value of its own,
+        equal to no other.
+        """
         if tensor.is_meta:
             return f"unnamed {len(self._alive)} {id(self)}"
         return _hash(repr(bytes(tensor.untyped_storage().cpu().tolist())))  # type: ignore[no-untyped-call]
@@ -75,7 +81,9 @@ class ValueNumbering(TorchDispatchMode):
 
 
 class ConstantNumbering(TorchFunctionMode):
-    """Function mode that numbers constants of Python data, whose content is lost on meta: tensors and list indices."""
+    """Function mode that numbers constants of Python data, whose content is lost on meta:
+    tensors and list indices.
+    """
 
     def __init__(self, numbering: ValueNumbering) -> None:
         super().__init__()
@@ -85,7 +93,10 @@ class ConstantNumbering(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__getitem__ and isinstance(args[1], tuple | list):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(torch.tensor(each) if isinstance(each, list) else each for each in index))
+            args = (
+                args[0],
+                tuple(torch.tensor(each) if isinstance(each, list) else each for each in index),
+            )
         result = func(*args, **kwargs)
         if func is torch.tensor and result.is_meta:
             self.numbering.name(result, _hash("constant", repr(args[0])))
@@ -104,7 +115,8 @@ def _hash(*parts: str) -> str:
 
 
 class ForwardProof:
-    """Comparison of an unmodified model with its layers, and the observations of a run of the former.
+    """Comparison of an unmodified model with its layers,
+    and the observations of a run of the former.
 
     Args:
         model: the model, before any module is replaced by a mark.
@@ -117,25 +129,42 @@ class ForwardProof:
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
         self.whole = copy.deepcopy(model).to("meta")
         self.leaves = _leaves([("", model, self.whole)])
-        self.observation = observe(self.whole, {name: self.whole.get_submodule(name) for name in units}, _token_ids())
+        self.observation = observe(
+            self.whole, {name: self.whole.get_submodule(name) for name in units}, _token_ids()
+        )
 
-    def holds_for(self, layers: nn.Sequential, skeleton: DerivedSkeleton, names: Mapping[str, str]) -> bool:
-        """Return True if the layers compute the same logits, each as a copy that shares no object with the others.
+    def holds_for(
+        self, layers: nn.Sequential, skeleton: DerivedSkeleton, names: Mapping[str, str]
+    ) -> bool:
+        """Return True if the layers compute the same logits,
+        each as a copy that shares no object with the others.
 
         Args:
-            layers: the restructured model. ``skeleton``: the model with marks, which its layers share.
+            layers: the restructured model. ``skeleton``: the model with marks, which its layers
+                share.
             names: name of each unit in the Sequential -> its name in the model.
         """
         ids = _token_ids()
-        with _numbered([*self.leaves, ("input_ids", ids)]) as numbering, whole_rows(), constants_on(ids.device):
-            logits = self.whole(input_ids=ids, use_cache=False, **skeleton.positions_for(positions_like(ids))).logits
+        with (
+            _numbered([*self.leaves, ("input_ids", ids)]) as numbering,
+            whole_rows(),
+            constants_on(ids.device),
+        ):
+            logits = self.whole(
+                input_ids=ids, use_cache=False, **skeleton.positions_for(positions_like(ids))
+            ).logits
             expected = numbering.number(logits)
         ours = nn.Sequential(
-            OrderedDict((name, copy.deepcopy(layer).to("meta")) for name, layer in layers.named_children())
+            OrderedDict(
+                (name, copy.deepcopy(layer).to("meta")) for name, layer in layers.named_children()
+            )
         )
         constants = skeleton.copy_on(ids.device)
         parts = [("", constants, constants)]
-        parts += [(theirs, layers.get_submodule(name), ours.get_submodule(name)) for name, theirs in names.items()]
+        parts += [
+            (theirs, layers.get_submodule(name), ours.get_submodule(name))
+            for name, theirs in names.items()
+        ]
         with _numbered([*_leaves(parts), ("input_ids", ids)]) as numbering:
             return numbering.number(ours(ids)) == expected
 
@@ -145,14 +174,18 @@ def _token_ids() -> Tensor:
 
 
 def _leaves(parts: Sequence[tuple[str, nn.Module, nn.Module]]) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers of copies of modules, each with the first of its names in alphabetical order.
+    """Return the parameters and buffers of copies of modules,
+    each with the first of its names in alphabetical order.
 
-    ``parts``: prefix of names, module, and its copy, in which tensors of several names may no longer be one.
+    ``parts``: prefix of names, module, and its copy, in which tensors of several names may no
+        longer be one.
     """
     names: dict[int, str] = {}
     copies: list[tuple[int, Tensor]] = []
     for prefix, module, duplicate in parts:
-        for (name, tensor), (_, copied) in zip(_tensors(module, prefix), _tensors(duplicate, prefix), strict=True):
+        for (name, tensor), (_, copied) in zip(
+            _tensors(module, prefix), _tensors(duplicate, prefix), strict=True
+        ):
             names[id(tensor)] = min(name, names.get(id(tensor), name))
             copies.append((id(tensor), copied))
     return [(names[key], copied) for key, copied in copies]

@@ -1,8 +1,10 @@
-"""Routers of transformers that take part in recording and replay of the routing (expert_parallel/routing.py).
+"""Routers of transformers that take part in recording and replay
+of the routing (expert_parallel/routing.py).
 
-A router there is a module beside the experts, with ``top_k`` and ``num_experts``. It chooses by one call of ``topk`` on
-scores (N, E), and takes its weights from the values or by the indices. While a routing is recorded or replayed, that
-call's indices pass ``route_ids``, and its values are those of the indices: the weights are the router's own formula.
+A router there is a module beside the experts, with ``top_k`` and ``num_experts``. It chooses by one
+call of ``topk`` on scores (N, E), and takes its weights from the values or by the indices. While a
+routing is recorded or replayed, that call's indices pass ``route_ids``, and its values are those of
+the indices: the weights are the router's own formula.
 
 Shapes: N tokens, E experts, k experts of a token.
 """
@@ -32,24 +34,31 @@ class Chosen(NamedTuple):
 
 
 def prepare_routers(layers: nn.Module) -> dict[str, str]:
-    """Give the routers beside modules of experts the functions of a routing; return their entries of a sharding plan.
+    """Give the routers beside modules of experts the functions of a routing;
+    return their entries of a sharding plan.
 
     A router of another form is left as it is: a recording is then refused.
     """
     plan: dict[str, str] = {}
     for name, module in list(layers.named_modules()):
-        for child, router in module.named_children() if any(map(is_experts, module.children())) else ():
+        for child, router in (
+            module.named_children() if any(map(is_experts, module.children())) else ()
+        ):
             sizes = getattr(router, "num_experts", None), getattr(router, "top_k", None)
             if all(type(size) is int for size in sizes) and not is_experts(router):
                 found: dict[str, Any] = vars(router)
-                found |= {"routing": Chosen(*sizes), "route_ids": unchanged, "own_tokens": unchanged}  # type: ignore
+                found["routing"] = Chosen(*sizes)  # type: ignore[arg-type]  # both are int, above
+                found["route_ids"] = unchanged
+                found["own_tokens"] = unchanged
                 found["forward"] = MethodType(_forward, router)
                 plan[f"{name}.{child}"] = KIND
     return plan
 
 
 def unchanged(tensor: Tensor) -> Tensor:
-    """Return the tensor: default of ``route_ids`` and ``own_tokens`` while no routing is recorded or replayed."""
+    """Return the tensor: default of ``route_ids`` and ``own_tokens`` while no routing is recorded
+    or replayed.
+    """
     return tensor
 
 
@@ -68,14 +77,20 @@ def _routed(router: Any, own: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class _Choice(TorchFunctionMode):
-    """Function mode in which the router's ``topk`` returns ``route_ids(indices)``, and the scores at these indices."""
+    """Function mode in which the router's ``topk`` returns ``route_ids(indices)``,
+    and the scores at these indices.
+    """
 
     def __init__(self, router: Any) -> None:
         super().__init__()
         self._router = router
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in TOPK or not args:

@@ -1,4 +1,6 @@
-"""Run of transformers' own model, before any change: separates a model that cannot run from one that cannot be cut."""
+"""Run of transformers' own model, before any change:
+separates a model that cannot run from one that cannot be cut.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from meshwright_interop.huggingface.restructure.observation import BATCH, LENGTH
 
 
 def check_untouched(config: Any, place: str, attention: str | None) -> None:
-    """Build the model of ``config`` anew, and run it on meta; call this only after the restructured one has failed.
+    """Build the model of ``config`` anew, and run it on meta;
+    call this only after the restructured one has failed.
 
     A run that reads values, which meta tensors do not have, proves nothing, and passes.
 
     Raises:
-        ModelError: transformers' own model fails as well, so that the cause lies in the configuration.
+        ModelError: transformers' own model fails as well, so that the cause lies in the
+            configuration.
     """
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -34,9 +38,10 @@ def check_untouched(config: Any, place: str, attention: str | None) -> None:
             return
         raise ModelError(
             "MW-INTEROP-147",
-            f"{place}: transformers itself cannot run this model: its own {_class_name(config)}, unchanged, fails on "
-            f"token ids of shape [{BATCH}, {LENGTH}] with {type(error).__name__}: {reason}. Correct the values in "
-            f"config.json or model.options that do not fit together, such as heads, widths and lists of layers",
+            f"{place}: transformers itself cannot run this model: its own {_class_name(config)},"
+            f" unchanged, fails on token ids of shape [{BATCH}, {LENGTH}] with"
+            f" {type(error).__name__}: {reason}. Correct the values in config.json or model.options"
+            " that do not fit together, such as heads, widths and lists of layers",
         ) from error
 
 
