@@ -35,7 +35,8 @@ from meshwright.mesh.mesh import close_mesh, environment_rank
 from meshwright.parts import Observer, Parts, StepStats
 from meshwright.run import RunFiles
 from meshwright.run.observers import Checkpoints, validate
-from meshwright.run.resume import record_start, resume
+from meshwright.run.resume import record_start
+from meshwright.run.start import resume_or_start
 from meshwright.run.trust import check_file
 from meshwright.step import take_step
 from meshwright.system.process import GiveUp, StopRequest
@@ -149,7 +150,7 @@ def open_run(config: RunConfig) -> Iterator[OpenRun]:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
         check_data(parts)
         # a stream reads forward from an older position
-        resume(parts, files.directory, log, [StreamState.__name__])
+        resume_or_start(parts, files.directory, log, [StreamState.__name__])
         parts.stop_reason = None  # of a callback, and none runs
         record_start(parts, files, corpus_times(parts.source), log)
         yield OpenRun(parts, files)

@@ -42,7 +42,8 @@ from meshwright.run.observers import (
     Validation,
     validate,
 )
-from meshwright.run.resume import check_added_states, prepare, record_start, resume
+from meshwright.run.resume import check_added_states, prepare, record_start
+from meshwright.run.start import check_start, resume_or_start
 from meshwright.run.summary import WIDTH, summarise
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
@@ -89,6 +90,7 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
         data_fingerprint(source),
         print_warning if environment_rank()[0] == 0 else _print_nothing,
     )
+    check_start(blueprint, run_directory(config.run))
     return config, blueprint
 
 
@@ -159,7 +161,7 @@ def _train_in(
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
     check_added_states(parts, directory)
-    resume(parts, directory, log, callbacks.names)
+    resume_or_start(parts, directory, log, callbacks.names)
     callbacks.load(parts)
     if mesh.rank == 0 and (balance := describe_balance(parts)):
         log(balance)

@@ -28,6 +28,7 @@ from meshwright.checkpoint.manifest import (
     SUMS,
     Manifest,
     PieceEntry,
+    TensorEntry,
     TensorKind,
     render_sums,
 )
@@ -292,17 +293,33 @@ class CheckpointReader:
             )
         local = torch.zeros(info.local_shape, dtype=entry.dtype.as_torch)
         for offset, shape, inside in local_boxes(info, info.unpadded(local)):
-            for part in entry.pieces:
-                common = intersection(offset, shape, part.offset, part.shape)
-                if common is not None:
-                    target = tuple(
-                        slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True)
-                    )
-                    source = tuple(
-                        slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True)
-                    )
-                    inside[target].copy_(self._numbers(part, entry.dtype, source))
+            self._read_into(inside, entry, offset, shape)
         return local if dtype is None else local.to(dtype)
+
+    def read_box(
+        self, kind: TensorKind, parameter: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Tensor:
+        """Read the box ``[offset, offset + shape)`` of a tensor of this checkpoint, as stored,
+        a copy on CPU. Only the intersecting slices are read from disk.
+        """
+        entry = self.manifest.tensors[kind.of(parameter)]
+        box = torch.zeros(shape, dtype=entry.dtype.as_torch)
+        self._read_into(box, entry, offset, shape)
+        return box
+
+    def _read_into(
+        self, target: Tensor, entry: TensorEntry, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
+        """Fill a tensor with a box of a checkpoint's tensor, from all pieces that meet it."""
+        for part in entry.pieces:
+            common = intersection(offset, shape, part.offset, part.shape)
+            if common is None:
+                continue
+            inside = tuple(slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True))
+            source = tuple(
+                slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True)
+            )
+            target[inside].copy_(self._numbers(part, entry.dtype, source))
 
     def _numbers(self, part: PieceEntry, dtype: str, source: tuple[slice, ...]) -> Tensor:
         """Read the box ``source`` of one piece, in the piece's own coordinates."""

@@ -10,6 +10,7 @@ from meshwright.config.derived import bucket_bytes as bucket_bytes
 from meshwright.config.derived import default_world_size as default_world_size
 from meshwright.config.derived import expert_shard_factor as expert_shard_factor
 from meshwright.config.derived import find_rank_problems as find_rank_problems
+from meshwright.config.derived import has_base_elsewhere as has_base_elsewhere
 from meshwright.config.derived import is_meant_for_gpu as is_meant_for_gpu
 from meshwright.config.derived import leaves_out_base as leaves_out_base
 from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch
@@ -26,6 +27,7 @@ from meshwright.config.saved import to_toml as to_toml
 from meshwright.config.saved import write_snapshot as write_snapshot
 from meshwright.config.schema import RunConfig as RunConfig
 from meshwright.config.sections import V_SCHEDULES as V_SCHEDULES
+from meshwright.config.sections import Adapter as Adapter
 from meshwright.config.sections import Batch as Batch
 from meshwright.config.sections import Data as Data
 from meshwright.config.sections import Model as Model

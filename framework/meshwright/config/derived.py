@@ -13,7 +13,7 @@ from meshwright.config.combinations.sizes import EXPERT_RANKS, SHARDS, LayoutSiz
 from meshwright.config.layout_rules import MAX_FORWARDS
 from meshwright.config.schema import RunConfig
 from meshwright.config.schemes import is_own_scheme
-from meshwright.config.sections import Adapter, Batch, Model, Parallel
+from meshwright.config.sections import Adapter, Batch, Model, Parallel, Run
 from meshwright.config.training import Launch, Train
 from meshwright.errors import ConfigError
 
@@ -223,11 +223,16 @@ def default_world_size(parallel: Parallel, launch: Launch, num_devices: int) -> 
     return size
 
 
-def leaves_out_base(adapter: Adapter, model: Model) -> bool:
+def has_base_elsewhere(adapter: Adapter, model: Model) -> bool:
+    """Return whether ``hf:DIRECTORY`` has the frozen base of adapters."""
+    return adapter.rank > 0 and is_own_scheme(model.builder)
+
+
+def leaves_out_base(adapter: Adapter, model: Model, run: Run) -> bool:
     """Return whether checkpoints hold only adapters: each start reads the base of ``hf:DIRECTORY``
     from there.
 
-    With other builders the base may come from an imported checkpoint: their checkpoints hold it
-    too.
+    With other builders the base may come from an imported checkpoint, and with ``run.start`` from
+    anywhere: their checkpoints hold it too.
     """
-    return adapter.rank > 0 and is_own_scheme(model.builder)
+    return has_base_elsewhere(adapter, model) and not run.start

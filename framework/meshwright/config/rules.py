@@ -363,7 +363,34 @@ def _routing(config: RunConfig) -> str | None:
     return None
 
 
+def _start(config: RunConfig) -> str | None:
+    run = config.run
+    changed = [f"run.{name}" for name in non_defaults(run, "start_names", "start_new")]
+    changed += [f"run.{name}" for name in non_defaults(run, "start_unused")]
+    changed += ["model.grow_vocabulary"] if config.model.grow_vocabulary else []
+    if changed and not run.start:
+        return f"{changed[0]} has no effect without run.start: leave it out, or set run.start"
+    for pattern, replacement in run.start_names.items():
+        if pattern.count("*") != replacement.count("*"):
+            return (
+                f'run.start_names: "{pattern}" = "{replacement}": both need the same number of *,'
+                " which stand for the same letters"
+            )
+    return None
+
+
 RULES = (
+    Rule(
+        "MW-CONFIG-102",
+        _start,
+        (
+            "run.start",
+            "run.start_names",
+            "run.start_new",
+            "run.start_unused",
+            "model.grow_vocabulary",
+        ),
+    ),
     Rule("MW-CONFIG-066", _adapter, ("adapter.rank", "adapter.targets", "adapter.dora")),
     Rule("MW-CONFIG-036", _layers, ("model.options",)),
     Rule("MW-CONFIG-046", _corpus, ("data.train", "data.builder")),

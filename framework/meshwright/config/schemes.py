@@ -4,7 +4,9 @@ No torch.
 A package adds one by an entry point of the group ``meshwright.schemes``: the scheme's name, and a
 module with
 
-    builder(place) -> function that builds the model        vocabulary(place) -> its vocabulary size, or None
+    builder(place)                   the function that builds the model
+    vocabulary(place)                its vocabulary size, or None
+    weights(place, model, adapter)   run.weight_source.WeightSource for run.start, with the names of this model
 """
 
 from __future__ import annotations

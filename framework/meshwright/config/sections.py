@@ -36,6 +36,41 @@ class Run(Section):
     """Folder of all runs."""
     seed: Int64 = 1234
     """Seed of the initial weights, of dropout and of the order of the samples."""
+    start: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=8)]
+        | None
+    ) = Field(
+        default=None,
+        description=(
+            'a run such as "runs/base" or "runs/base@9000", a checkpoint, a directory of Hugging'
+            " Face, or a list of these"
+        ),
+    )
+    """Weights that the run starts from: a run ("runs/base", or "runs/base@9000" for a step), a
+    checkpoint, a model or adapter of Hugging Face. Read once, before step 1. Default: first values
+    of the model.
+    """
+    start_names: dict[str, Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description='a table such as {"head.weight" = "embedding.weight", "block*.up" = "layers.*.up"}',
+    )
+    """Tensors of this model whose name is another in ``start``: name here -> name there."""
+    start_new: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description='name patterns such as ["head.*"]'
+    )
+    """Name patterns of tensors that keep their first values, although ``start`` is given."""
+    start_unused: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description='name patterns such as ["mtp*"]'
+    )
+    """Name patterns of tensors of ``start`` that this model leaves out."""
+
+    @property
+    def starts(self) -> list[str]:
+        """Return the sources of ``start``; [] without any."""
+        if self.start is None:
+            return []
+        return [self.start] if isinstance(self.start, str) else self.start
 
 
 FUNCTION = r"^[\w.]+:\w+$"
@@ -83,6 +118,10 @@ class Model(Section):
     )
     """Groups of parameters with a learning-rate factor or weight decay of their own, or frozen; the
     first match counts.
+    """
+    grow_vocabulary: bool = False
+    """Let the vocabulary be larger than that of ``run.start``: its rows are taken, the new ones keep
+    their first values.
     """
 
 

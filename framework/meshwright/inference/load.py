@@ -25,7 +25,7 @@ from meshwright.config import (
     Launch,
     Parallel,
     RunConfig,
-    leaves_out_base,
+    has_base_elsewhere,
     load_saved,
     parse,
     read_resolved,
@@ -272,7 +272,7 @@ def _stage(
     in_checkpoint = set(checkpoint.parameters(TensorKind.WEIGHTS))
 
     def read(info: ParameterInfo) -> Tensor:
-        if info.name not in in_checkpoint and leaves_out_base(
+        if info.name not in in_checkpoint and has_base_elsewhere(
             blueprint.config.adapter, blueprint.config.model
         ):
             return info.take(blueprint.model.initial(info.name))

@@ -1,5 +1,5 @@
 """Function and vocabulary size that ``model.builder`` names: ``package.module:function``,
-or ``SCHEME:PLACE``.
+or ``SCHEME:PLACE``; weights that ``run.start`` names as ``SCHEME:PLACE``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ def find_builder(path: str) -> Callable[..., Any]:
     or ``hf:DIRECTORY``.
     """
     if is_scheme(path):
-        return _call_scheme(path, "builder")  # type: ignore[no-any-return]
+        return call_scheme(path, "builder")  # type: ignore[no-any-return]
     return find_function(
         path, "model.builder", "a function that returns an nn.Sequential", ModelError
     )
 
 
-def _call_scheme(path: str, function: str) -> Any:
-    """Call a function of the scheme of a builder with its place.
+def call_scheme(path: str, function: str, *arguments: object, key: str = "model.builder") -> Any:
+    """Call a function of the scheme ``SCHEME:PLACE`` with its place and these arguments.
+
+    ``key``: configuration key of the path.
 
     Raises:
         ModelError: the scheme's package is not installed, or its function fails.
@@ -34,7 +36,7 @@ def _call_scheme(path: str, function: str) -> Any:
     if scheme is not None:
         try:
             called = find_function(
-                f"{scheme.module}:{function}", "model.builder", "a scheme's function", ModelError
+                f"{scheme.module}:{function}", key, "a scheme's function", ModelError
             )
         except ModelError as error:
             if error.code != "MW-CONFIG-008":  # the module is there, and fails by itself
@@ -43,19 +45,18 @@ def _call_scheme(path: str, function: str) -> Any:
     if scheme is None or called is None:
         raise ModelError(
             "MW-MODEL-058",
-            f"model.builder = {path!r}: the scheme {path.partition(':')[0]} is not installed here"
+            f"{key} = {path!r}: the scheme {path.partition(':')[0]} is not installed here"
             f" ({why}): install meshwright with its package meshwright_interop, in a checkout by"
             " `pip install -e .`",
         )
     try:
-        return called(scheme.place)
+        return called(scheme.place, *arguments)
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
         raise ModelError(
             "MW-MODEL-059",
-            f"model.builder = {path!r}: {scheme.module} failed{error_place(error)}:"
-            f" {reason_of(error)}",
+            f"{key} = {path!r}: {scheme.module} failed{error_place(error)}: {reason_of(error)}",
         ) from error
 
 
@@ -65,5 +66,5 @@ def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
     """
     found = options.get("vocab_size")
     if found is None and is_scheme(path):
-        found = _call_scheme(path, "vocabulary")
+        found = call_scheme(path, "vocabulary")
     return found if isinstance(found, int) else None

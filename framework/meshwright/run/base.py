@@ -19,7 +19,8 @@ from meshwright.parts import Parts
 
 def saves_frozen(parts: Parts) -> bool:
     """Return whether checkpoints of a run hold its frozen weights."""
-    return not leaves_out_base(parts.config.adapter, parts.config.model)
+    config = parts.config
+    return not leaves_out_base(config.adapter, config.model, config.run)
 
 
 def fingerprint(parts: Parts) -> str | None:
@@ -38,7 +39,12 @@ def check_resumed(parts: Parts, manifest: Manifest, place: str) -> None:
     """
     saved = manifest.state.get(FINGERPRINT)
     if saved is not None:
-        check_base(saved, _total(parts), place, parts.config.model.builder)
+        check_base_of(saved, parts, place)
+
+
+def check_base_of(saved: object, parts: Parts, place: str) -> None:
+    """Compare the frozen weights with the fingerprint of a base; see :func:`check_resumed`."""
+    check_base(saved, _total(parts), place, parts.config.model.builder)
 
 
 def _total(parts: Parts) -> Tensor:

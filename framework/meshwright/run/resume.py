@@ -104,8 +104,9 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
 
 def resume(
     parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()
-) -> None:
-    """Resume from the newest checkpoint that verifies, if there is one. Collective over all ranks.
+) -> bool:
+    """Resume from the newest checkpoint that verifies. Return False if there is none.
+    Collective over all ranks.
 
     ``callbacks``: names of the callbacks of this start. The states of others are dropped.
 
@@ -116,7 +117,7 @@ def resume(
     mesh = parts.mesh
     path = newest_sound(directory, mesh)
     if path is None:
-        return
+        return False
     result: tuple[str | None, list[str]] = (None, [])
     if mesh.rank == 0:
         try:
@@ -160,6 +161,7 @@ def resume(
         log(f"resuming from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         log(f"  changed: {change}")
+    return True
 
 
 def _optimizer_states(parts: Parts) -> tuple[str, ...]:

@@ -52,10 +52,10 @@ def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
     with its global shape.
     """
     layers = blueprint.model.layers
+    config = blueprint.config
+    is_base_left_out = leaves_out_base(config.adapter, config.model, config.run)
     for name, parameter in layers.named_parameters(remove_duplicate=False):
-        is_left_out = leaves_out_base(
-            blueprint.config.adapter, blueprint.config.model
-        ) and not is_adapter(name)
+        is_left_out = is_base_left_out and not is_adapter(name)
         if blueprint.model.canonical(name) == name and not is_left_out:
             shape = blueprint.infos[name].global_shape
             yield SavedTensor(name, shape, parameter.dtype, parameter.requires_grad)

@@ -214,7 +214,7 @@ class BaseWeights:
 
     def __init__(self, checkpoint: CheckpointReader, config: RunConfig, model: PlainModel) -> None:
         self._checkpoint, self._model = checkpoint, model
-        if leaves_out_base(config.adapter, config.model):
+        if leaves_out_base(config.adapter, config.model, config.run):
             saved, dtype = checkpoint.manifest.state.get(FINGERPRINT), DTYPES[config.train.dtype]
             check_base(saved, self._sum(dtype), str(checkpoint.path), config.model.builder)
 

@@ -153,7 +153,7 @@ def import_adapters(
     fields = read_json(source / CONFIG, "peft writes it beside an adapter")
     settings = settings_of(fields, source)
     with opened_base(fields, source, overrides) as base:
-        fused = dict(_fused(_read_factors(source, settings), base, source))
+        fused = dict(fuse_factors(read_factors(source, settings), base, source))
         rank = max(len(adapter.down) for adapter in fused.values())
         config = _config(base.tree, settings, sorted(fused), rank, out, overrides)
         if not base.names:
@@ -179,7 +179,7 @@ def import_adapters(
 # -- peft's file
 
 
-def _read_factors(source: Path, settings: AdapterSettings) -> Factors:
+def read_factors(source: Path, settings: AdapterSettings) -> Factors:
     """Return A and B, and with DoRA the magnitudes, of each module of transformers.
 
     Raises:
@@ -213,7 +213,7 @@ def _read_factors(source: Path, settings: AdapterSettings) -> Factors:
     return factors
 
 
-def _fused(factors: Factors, base: Base, source: Path) -> Iterator[tuple[str, FusedAdapter]]:
+def fuse_factors(factors: Factors, base: Base, source: Path) -> Iterator[tuple[str, FusedAdapter]]:
     """Yield the name and the adapter of each module of ours.
 
     Raises:

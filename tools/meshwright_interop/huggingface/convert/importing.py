@@ -41,23 +41,14 @@ from meshwright.config import (
     write_snapshot,
 )
 from meshwright.errors import ConfigError, ModelError
-from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.run.directory import check_own_directory
 from meshwright_interop.huggingface.convert import side_files
-from meshwright_interop.huggingface.convert.families import family_of_type, with_defaults
+from meshwright_interop.huggingface.convert.families import with_defaults
 from meshwright_interop.huggingface.convert.family import Family
 from meshwright_interop.huggingface.convert.mup import refuse_multipliers
-from meshwright_interop.huggingface.convert.settings import Settings
-from meshwright_interop.huggingface.convert.weights import (
-    check_tensors,
-    dtype_notes,
-    has_own_head,
-    open_weights,
-    other_architecture,
-    rename_tied_weights,
-    with_prefix,
-)
+from meshwright_interop.huggingface.convert.opening import checked_rules, open_model
+from meshwright_interop.huggingface.convert.weights import dtype_notes, other_architecture
 from meshwright_interop.huggingface.destination import (
     OnBytes,
     check_output_directory,
@@ -69,7 +60,6 @@ from meshwright_interop.huggingface.files import (
     DTYPES,
     TOKENIZER,
     copy_side_files,
-    read_config,
 )
 from meshwright_interop.huggingface.rules import TensorMapping
 from meshwright_interop.huggingface.source import SafetensorsDirectory
@@ -116,29 +106,13 @@ def import_model(
             Nothing is written then.
     """
     out = check_output_directory(out)
-    fields = read_config(source_path)
-    family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
-    source = open_weights(source_path)
-    settings = Settings(fields, str(source_path / CONFIG), family.aliases)
-    options = family.read(settings)
-    settings.end()
+    opened = open_model(source_path)
+    family, options, settings, source = opened
     side_files.check(source_path)
-    source = with_prefix(source, family)
-    if family.head_by_file:
-        source = rename_tied_weights(
-            source, family.rules(with_defaults(family.builder, options | {"tied": False}))
-        )
-        options["tied"] = not has_own_head(source)
     config = _config(family, options, source, out, overrides)
     final = _checked_options(config.model.options, options, family, source_path)
     notes = [*settings.notes, *_vocabulary(source_path, config.model)]
-    shapes, buffers = _shapes(config.model, config.run.seed)
-    rules = family.rules(final)
-    shapes |= {rule.ours: buffers[rule.ours] for rule in rules if rule.ours in buffers}
-    source = rename_tied_weights(source, rules)
-    check_tensors(
-        source, family._replace(left_out=(*family.left_out, *settings.left_out)), rules, shapes
-    )
+    source, rules, shapes = checked_rules(opened, config.model, final, config.run.seed)
     notes += dtype_notes(source, rules, config.train)
     resolved = resolve(config)
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
@@ -227,22 +201,6 @@ def _vocabulary(source_path: Path, model: Model) -> list[str]:
         ]
     vocab_size = model.options["vocab_size"]
     return side_files.check_vocabulary(tokenizer, vocab_size, str(source_path / CONFIG))
-
-
-def _shapes(
-    keys: Model, seed: int
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Return the global shapes of all parameters by canonical name, tied ones once, and of buffers.
-    Builds on meta.
-    """
-    model = build_model(keys.builder, keys.options, seed)
-    parameters = model.layers.named_parameters(remove_duplicate=False)
-    shapes = {
-        name: tuple(parameter.shape)
-        for name, parameter in parameters
-        if model.canonical(name) == name
-    }
-    return shapes, {name: tuple(buffer.shape) for name, buffer in model.layers.named_buffers()}
 
 
 def _write(

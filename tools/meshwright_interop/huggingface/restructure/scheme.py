@@ -2,3 +2,4 @@
 
 from meshwright_interop.huggingface.restructure.directory import vocabulary as vocabulary
 from meshwright_interop.huggingface.restructure.layers import builder as builder
+from meshwright_interop.huggingface.start import weights as weights

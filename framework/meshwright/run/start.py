@@ -1,0 +1,326 @@
+"""Start of a run from the weights of another: ``run.start``, before step 1 of a run without
+checkpoints.
+
+    check_start    before any rank: the sources are there, and each tensor has an origin
+    start          on the ranks: hash the checkpoint, note it in the run's directory, read my slices
+
+A run that has a checkpoint resumes from it and does not open the sources again. Before its first
+checkpoint it starts again from the very weights that ``start.json`` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from meshwright.adapters.attach import is_adapter
+from meshwright.blueprint import Blueprint
+from meshwright.checkpoint import find
+from meshwright.checkpoint.check import intersection
+from meshwright.checkpoint.shard import local_boxes
+from meshwright.config import RunConfig
+from meshwright.data_parallel.sharding import ShardedParameters
+from meshwright.errors import CheckpointError, UserError
+from meshwright.mesh.mesh import Mesh
+from meshwright.parameters import ParameterInfo
+from meshwright.parts import Parts
+from meshwright.run.base import check_base_of
+from meshwright.run.resume import newest_sound, resume
+from meshwright.run.start_account import Account, check_settings, describe, make_account
+from meshwright.run.tensors import saved_running, saved_tensors
+from meshwright.run.weight_source import (
+    WeightSource,
+    candidates_of,
+    open_directory_weights,
+    open_run_weights,
+)
+from meshwright.system.atomic import write_atomic
+from meshwright.system.bounded import read_bytes
+
+START = "start.json"
+"""File in a run's directory: the weights that it has started from."""
+
+
+class StartedFrom(BaseModel):
+    """One source in ``start.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    given: Annotated[str, Field(max_length=4096)]
+    """Value of ``run.start``."""
+    place: Annotated[str, Field(max_length=4096)]
+    """Checkpoint, or directory."""
+    digest: Annotated[str, Field(max_length=128)]
+
+
+class StartRecord(BaseModel):
+    """Contents of ``start.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["meshwright start 1"] = "meshwright start 1"
+    sources: Annotated[tuple[StartedFrom, ...], Field(max_length=64)]
+
+
+def check_start(blueprint: Blueprint, directory: Path) -> None:
+    """Check, before any rank exists, that a run without checkpoints can start from ``run.start``.
+
+    Raises:
+        UserError: a source cannot be opened, or the account names tensors without an origin.
+    """
+    config = blueprint.config
+    if not config.run.start or find(directory):
+        return
+    sources = []
+    for given in config.run.starts:
+        candidates = candidates_of(given)
+        sources.append(
+            open_directory_weights(given, config.model, config.adapter)
+            if candidates is None
+            else _first_open(candidates)
+        )
+    check_settings(config, sources)
+    make_account(config, list(saved_tensors(blueprint)), sources)
+
+
+def _first_open(candidates: Sequence[Path]) -> WeightSource:
+    """Open the first checkpoint that is whole; the ranks verify its hashes."""
+    problems = []
+    for path in candidates:
+        try:
+            return open_run_weights(path)
+        except CheckpointError as error:
+            problems.append(error)
+    raise CheckpointError.join(problems)
+
+
+def resume_or_start(
+    parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()
+) -> None:
+    """Resume from the newest sound checkpoint, see :func:`~.resume.resume`; without any, start from
+    ``run.start``. Collective over all ranks; blocks.
+
+    Raises:
+        UserError: on every rank.
+    """
+    is_resumed = resume(parts, directory, log, callbacks)
+    given = ", ".join(parts.config.run.starts)
+    if given and is_resumed:
+        log(f"  run.start = {given} is not read again: the run has weights of its own")
+    elif given:
+        start(parts, directory, log)
+
+
+def start(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
+    """Fill the weights of a new run from ``run.start``. Collective over all ranks; blocks.
+
+    Optimizer states, step, samples and the loss scale stay those of a new run. Master weights are
+    the source's float32 ones, where it has some.
+
+    Raises:
+        UserError: on every rank; see :func:`check_start`.
+    """
+    config, mesh = parts.config, parts.mesh
+    sources = _open_on_ranks(config, directory, mesh)
+    lines = check_settings(config, sources)
+    account = make_account(config, list(saved_tensors(parts.blueprint)), sources)
+    _fill(parts, account, sources)
+    for source in sources:
+        if source.base is not None and any(map(is_adapter, source.shapes)):
+            check_base_of(source.base, parts, source.place)
+    for line in describe(account, sources, config.model.builder):
+        log(line)
+    for line in lines:
+        log(f"  differs {line}")
+
+
+def _open_on_ranks(config: RunConfig, directory: Path, mesh: Mesh) -> list[WeightSource]:
+    """Open the sources on every rank, the same bytes on all of them, and record them on rank 0."""
+    before, problem = None, None
+    if mesh.rank == 0:
+        try:
+            before = _earlier(directory)
+        except CheckpointError as error:
+            problem = error
+    _raise_together(problem, mesh)
+    earlier: dict[str, list[str]] = mesh.world.gather_objects(before)[0]
+    sources = []
+    for given in config.run.starts:
+        place, digest = earlier.get(given, (given, ""))
+        source = _open_one(place, config, mesh)
+        if digest and source.digest != digest:
+            raise CheckpointError(
+                "MW-RUN-056",
+                f"{source.place} has changed since this run has started from it: its hash was"
+                f" {digest[:16]} and is {source.digest[:16]}. Choose another run.name to start from"
+                f" what is there now, or remove {directory / START}",
+            )
+        sources.append(source)
+    if mesh.rank == 0:
+        started = [
+            StartedFrom(given=given, place=source.place, digest=source.digest)
+            for given, source in zip(config.run.starts, sources, strict=True)
+        ]
+        text = StartRecord(sources=tuple(started)).model_dump_json(indent=1)
+        write_atomic(directory / START, f"{text}\n")
+    return sources
+
+
+def _open_one(given: str, config: RunConfig, mesh: Mesh) -> WeightSource:
+    """Open a source on every rank; of a checkpoint each rank hashes some of the files. Collective.
+
+    Raises:
+        UserError: on every rank, the first one of any rank.
+    """
+    source, problem = None, None
+    try:
+        candidates = candidates_of(given)
+        if candidates is None:
+            source = open_directory_weights(given, config.model, config.adapter)
+    except UserError as error:
+        problem, candidates = error, None
+    _raise_together(problem, mesh)
+    if source is None:
+        assert candidates is not None
+        path = newest_sound(candidates[0].parent, mesh, only=candidates)
+        assert path is not None
+        source = open_run_weights(path)
+    digests: list[str] = mesh.world.gather_objects(source.digest)
+    if len(set(digests)) > 1:
+        raise CheckpointError(
+            "MW-RUN-057",
+            f"{source.place}: not all ranks read the same files: put them on a file system that"
+            " all nodes share",
+        )
+    return source
+
+
+def _raise_together(problem: UserError | None, mesh: Mesh) -> None:
+    """Raise the first problem of any rank on every rank. Collective; blocks."""
+    problems: list[str | None] = mesh.world.gather_objects(
+        None if problem is None else str(problem)
+    )
+    if problem is not None:
+        raise problem
+    found = next((text for text in problems if text is not None), None)
+    if found is not None:
+        raise CheckpointError("MW-RUN-058", f"another rank cannot open run.start: {found}")
+
+
+def _earlier(directory: Path) -> dict[str, list[str]]:
+    """Return place and digest of each source of an earlier start, by its value of ``run.start``.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    place = directory / START
+    try:
+        record = StartRecord.model_validate_json(read_bytes(place))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValidationError) as error:
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise CheckpointError(
+            "MW-RUN-041",
+            f"{place} is damaged ({problem}): remove it to start from what run.start names now",
+        ) from None
+    return {each.given: [each.place, each.digest] for each in record.sources}
+
+
+# -- my slices
+
+
+class _Filler(NamedTuple):
+    """Reader of this rank's slices by the names of the model."""
+
+    account: Account
+    sources: Sequence[WeightSource]
+
+    def read(self, info: ParameterInfo, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+        """Return the local slice of a tensor on the CPU, padding zero, and a mask of its elements
+        that the source has; mask None: all. None: the tensor keeps its first values.
+        """
+        origin = self.account.taken.get(info.name)
+        if origin is None:
+            return None
+        source = self.sources[origin.source]
+        local = torch.zeros(info.local_shape, dtype=dtype)
+        is_grown = info.name in self.account.grown
+        known = torch.zeros(info.local_shape, dtype=torch.bool) if is_grown else None
+        start = (0,) * len(origin.shape)
+        for offset, shape, inside in local_boxes(info, info.unpadded(local)):
+            common = intersection(offset, shape, start, origin.shape)
+            if common is None:
+                continue
+            box_shape = tuple(b - a for a, b in common)
+            box = source.read_box(origin.name, tuple(a for a, _ in common), box_shape)
+            place = tuple(slice(0, n) for n in box_shape)
+            inside[place].copy_(box)
+        if known is not None:
+            for offset, shape, inside in local_boxes(info, info.unpadded(known)):
+                common = intersection(offset, shape, start, origin.shape)
+                if common is not None:
+                    inside[tuple(slice(0, b - a) for a, b in common)] = True
+        return local, known
+
+    def copy(self, info: ParameterInfo, tensor: Tensor) -> None:
+        """Fill a tensor of ``info.local_shape``."""
+        found = self.read(info, tensor.dtype)
+        if found is not None:
+            _copy_known(tensor.view(info.local_shape), *found)
+
+    def copy_bucket(self, bucket: ShardedParameters) -> None:
+        """Fill the weights and master weights of a bucket."""
+        first, last = bucket.shard_range
+        for slot in bucket.slots:
+            found = self.read(slot.member.info, bucket.master.dtype)
+            if found is None:
+                continue
+            values, known = (None if each is None else each.reshape(-1) for each in found)
+            assert values is not None
+            if bucket.flat is not None:
+                _copy_known(bucket.flat[slot.start : slot.stop], values, known)
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            if start >= stop:
+                continue
+            mine = slice(start - slot.start, stop - slot.start)
+            master = bucket.master[start - first : stop - first]
+            _copy_known(master, values[mine], None if known is None else known[mine])
+
+
+def _copy_known(target: Tensor, values: Tensor, known: Tensor | None) -> None:
+    """Copy values into a tensor, where they are known."""
+    if known is None:
+        target.copy_(values)
+        return
+    rounded = values.to(device=target.device, dtype=target.dtype)
+    target.copy_(torch.where(known.to(target.device), rounded, target))
+
+
+def _fill(parts: Parts, account: Account, sources: Sequence[WeightSource]) -> None:
+    """Fill this rank's weights, master weights and running buffers. No communication."""
+    filler = _Filler(account, sources)
+    with torch.no_grad():
+        for name, buffer in saved_running(parts).items():
+            filler.copy(ParameterInfo(name, tuple(buffer.shape)), buffer)
+        for replica in parts.replicas.values():
+            for member in replica.frozen:
+                filler.copy(member.info, member.parameter.data)
+            for bucket in replica.frozen_shards:
+                filler.copy_bucket(bucket)
+        for bucket, added in _with_added(parts):
+            filler.copy_bucket(bucket)
+            for state in added:
+                state.copy_(bucket.master)  # a callback's state starts from the weights
+
+
+def _with_added(parts: Parts) -> Iterator[tuple[ShardedParameters, list[Tensor]]]:
+    """Yield each trained bucket with the states that callbacks have added to it."""
+    buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
+    for index, bucket in enumerate(buckets):
+        yield bucket, [flats[index] for flats in parts.optimizer.added.values()]

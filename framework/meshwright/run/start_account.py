@@ -1,0 +1,389 @@
+"""Account of a start from other weights: which tensor of this model comes from which of the sources.
+
+Every tensor of the model is taken or named as new, and every tensor of the sources is taken or named
+as unused. Nothing is partial without a key that says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from meshwright.adapters.attach import is_adapter
+from meshwright.checkpoint.preflight import SavedTensor
+from meshwright.config import RunConfig
+from meshwright.config.functions import directory_of
+from meshwright.config.schemes import is_own_scheme
+from meshwright.errors import CheckpointError, UserError
+from meshwright.model.builder import find_builder, vocabulary_size
+from meshwright.placement.patterns import fits, unmatched
+from meshwright.run.weight_source import Shape, WeightSource, settings_of
+
+MOST_LISTED = 12
+"""Tensors that a message lists by name."""
+MOST_SHOWN = 3
+"""Tensors that a line of the account shows by name."""
+
+
+class Origin(NamedTuple):
+    """Tensor of a source that becomes one of this model."""
+
+    source: int
+    """Index of the source."""
+    name: str
+    """Name in the source."""
+    shape: Shape
+    """Global shape in the source."""
+
+
+class Account(NamedTuple):
+    """Origins of the tensors of a model, by their names here."""
+
+    taken: Mapping[str, Origin]
+    grown: Mapping[str, Shape]
+    """Those of ``taken`` that have more rows here -> their shape here."""
+    new: tuple[str, ...]
+    """Tensors that ``run.start_new`` names, and adapters of a model that had none."""
+    kept: tuple[str, ...]
+    """Frozen base of adapters whose values are those of ``model.builder``'s directory."""
+    unused: tuple[str, ...]
+    """Tensors of the sources that ``run.start_unused`` names, or that new ones replace."""
+    num_elements: int
+    """Elements of ``taken``."""
+
+
+def make_account(
+    config: RunConfig, own: Sequence[SavedTensor], sources: Sequence[WeightSource]
+) -> Account:
+    """Assign each tensor of the model an origin.
+
+    Args:
+        own: weights and saved buffers of the model.
+
+    Raises:
+        UserError: tensors that no key names are missing, of another shape, unused, or in two
+            sources; or a pattern matches none. One error for each kind.
+    """
+    run, shapes = config.run, {tensor.name: tensor.shape for tensor in own}
+    names = _names_in_sources(run.start_names, list(shapes), sources)
+    problems: list[UserError] = [
+        *unmatched("run.start_new", run.start_new, list(shapes), "tensor"),
+        *_unmatched_unused(run.start_unused, sources),
+        *_of_two(names, sources),
+    ]
+    has_adapters = any(is_adapter(name) for source in sources for name in source.shapes)
+    only_adapters = has_adapters and all(is_adapter(n) for source in sources for n in source.shapes)
+    keeps_base = only_adapters and is_own_scheme(config.model.builder)
+    vocab_size = vocabulary_size(config.model.builder, config.model.options)
+    taken: dict[str, Origin] = {}
+    grown: dict[str, Shape] = {}
+    new, kept, missing, reshaped = [], [], [], {}
+    for name, shape in shapes.items():
+        origin = _origin(names[name], sources)
+        if fits(name, *run.start_new) or (is_adapter(name) and not has_adapters):
+            new.append(name)
+        elif origin is not None and origin.shape == shape:
+            taken[name] = origin
+        elif (
+            origin is not None
+            and config.model.grow_vocabulary
+            and _grows(origin.shape, shape, vocab_size)
+        ):
+            taken[name], grown[name] = origin, shape
+        elif origin is not None:
+            reshaped[name] = origin
+        elif keeps_base and not is_adapter(name):
+            kept.append(name)
+        else:
+            missing.append(name)
+    used = {(origin.source, origin.name) for origin in taken.values()}
+    replaced = {names[name] for name in new} | {origin.name for origin in reshaped.values()}
+    unused = [
+        (index, name)
+        for index, source in enumerate(sources)
+        for name in source.shapes
+        if (index, name) not in used
+    ]
+    unnamed = [
+        (index, name)
+        for index, name in unused
+        if name not in replaced and not fits(name, *run.start_unused)
+    ]
+    problems += _missing_tensors(missing, sources)
+    problems += _other_shapes(reshaped, shapes, sources, vocab_size)
+    problems += _other_vocabularies(taken, grown)
+    problems += _unnamed_tensors(unnamed, sources)
+    if not taken and not problems:
+        problems.append(
+            CheckpointError(
+                "MW-RUN-046",
+                f"{_places(sources)}: no tensor of this model is taken: leave run.start out, or"
+                " give run.start_names (this model's name = the name there)",
+            )
+        )
+    if problems:
+        raise UserError.join(problems)
+    num_elements = sum(math.prod(origin.shape) for origin in taken.values())
+    left_out = tuple(name for _, name in unused)
+    return Account(taken, grown, tuple(new), tuple(kept), left_out, num_elements)
+
+
+def check_settings(config: RunConfig, sources: Sequence[WeightSource]) -> list[str]:
+    """Return a line for each setting of the sources' models that is another here.
+
+    Raises:
+        CheckpointError: the adapters of a source have another scale here.
+    """
+    model = config.model
+    here = settings_of(model.builder, model.options, config.adapter.model_dump())
+    defaults = _default_options(model.builder)
+    lines = []
+    for source in sources:
+        there = source.settings
+        scale, own_scale = _adapter_scale(there), _adapter_scale(here)
+        if scale is not None and own_scale is not None and scale != own_scale:
+            raise CheckpointError(
+                "MW-RUN-047",
+                f"{source.place}: its adapters were trained with alpha / rank = {scale:g}, and"
+                f" adapter.alpha / adapter.rank = {own_scale:g} here: they would count more or less"
+                f" than before. Set adapter.alpha = {scale * config.adapter.rank:g}",
+            )
+        if there.get("model.builder") not in (None, model.builder):
+            lines.append(f"model.builder is {model.builder} here and was {there['model.builder']}")
+        elif "model.builder" in there:
+            before, now = {**defaults, **there}, {**defaults, **here}
+            lines += [
+                f"{key} is {now.get(key)!r} here and was {before.get(key)!r} there"
+                for key in sorted(before.keys() | now.keys())
+                if key.startswith("model.options.") and before.get(key) != now.get(key)
+            ]
+    return lines
+
+
+def _default_options(builder: str) -> dict[str, Any]:
+    """Return the defaults of a builder's arguments, by the dotted key of the option."""
+    return {
+        f"model.options.{name}": parameter.default
+        for name, parameter in inspect.signature(find_builder(builder)).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+
+
+def _adapter_scale(settings: Mapping[str, Any]) -> float | None:
+    """Return alpha / rank of the adapters; None without any."""
+    rank, alpha = settings.get("adapter.rank"), settings.get("adapter.alpha")
+    if not isinstance(rank, int) or rank < 1:
+        return None
+    return float(alpha) / rank if isinstance(alpha, int | float) else 1.0
+
+
+def describe(account: Account, sources: Sequence[WeightSource], builder: str) -> list[str]:
+    """Return the lines of the account, for the console."""
+    lines = [f"starting from the weights of {_places(sources)}"]
+    numbers = f"{len(account.taken):,} tensors, {account.num_elements:,} numbers"
+    lines.append(f"  taken   {numbers}")
+    lines += [
+        f"  grown   {name}: {list(account.taken[name].shape)} -> {list(shape)}, new rows keep their"
+        " first values"
+        for name, shape in account.grown.items()
+    ]
+    base = f"  kept    {directory_of(builder)}: "
+    for head, names in (("  new     ", account.new), (base, account.kept)):
+        lines += [f"{head}{_abridged(names)}"] if names else []
+    if account.unused:
+        lines.append(f"  unused  {_abridged(account.unused)}")
+    lines += [f"  note    {note}" for source in sources for note in source.notes]
+    return lines
+
+
+def _names_in_sources(
+    renamed: Mapping[str, str], names: Sequence[str], sources: Sequence[WeightSource]
+) -> dict[str, str]:
+    """Return the name in the sources of each tensor of the model.
+
+    Raises:
+        UserError: an entry of ``run.start_names`` matches no tensor here, or none there.
+    """
+    found = {name: name for name in names}
+    theirs = {name for source in sources for name in source.shapes}
+    problems: list[UserError] = []
+    for pattern, replacement in renamed.items():
+        entry = f'run.start_names: "{pattern}" = "{replacement}"'
+        match = re.compile("(.*)".join(map(re.escape, pattern.split("*")))).fullmatch
+        matched = {name: _filled(replacement, each) for name in names if (each := match(name))}
+        lost = [name for name in matched.values() if name not in theirs]
+        if not matched:
+            problems.append(
+                CheckpointError(
+                    "MW-RUN-055",
+                    f"{entry}: this model has no tensor of this name; it has"
+                    f" {_abridged(sorted(names))}",
+                )
+            )
+        elif lost:
+            problems.append(
+                CheckpointError(
+                    "MW-RUN-048",
+                    f"{entry}: there is no tensor {lost[0]} in {_places(sources)}; it has"
+                    f" {_abridged(sorted(theirs))}",
+                )
+            )
+        found |= matched
+    if problems:
+        raise UserError.join(problems)
+    return found
+
+
+def _filled(replacement: str, match: re.Match[str]) -> str:
+    """Return a name with the letters that each ``*`` of a pattern has matched."""
+    first, *rest = replacement.split("*")
+    letters = match.groups()  # as many as in ``rest``: config/rules.py
+    return first + "".join(map("{}{}".format, letters, rest))
+
+
+def _origin(name: str, sources: Sequence[WeightSource]) -> Origin | None:
+    for index, source in enumerate(sources):
+        if name in source.shapes:
+            return Origin(index, name, tuple(source.shapes[name]))
+    return None
+
+
+def _grows(before: Shape, now: Shape, vocab_size: int | None) -> bool:
+    """Return whether one dim, that of the vocabulary, has grown and the others are equal.
+
+    ``vocab_size``: that of this model; None: its builder has no such option, any dim may grow.
+    """
+    if len(before) != len(now):
+        return False
+    changed = [(a, b) for a, b in zip(before, now, strict=True) if a != b]
+    if len(changed) != 1:
+        return False
+    (old, new), *_ = changed
+    return old < new and (vocab_size is None or new == vocab_size)
+
+
+def _places(sources: Sequence[WeightSource]) -> str:
+    return " and ".join(source.place for source in sources)
+
+
+def _abridged(names: Sequence[str]) -> str:
+    """Return the number of names and the first ones."""
+    more = ", ..." if len(names) > MOST_SHOWN else ""
+    kind = f"{len(names):,} tensor{'s' * (len(names) != 1)}"
+    return f"{kind}: {', '.join(names[:MOST_SHOWN])}{more}"
+
+
+def _unmatched_unused(
+    patterns: Sequence[str], sources: Sequence[WeightSource]
+) -> list[CheckpointError]:
+    names = [name for source in sources for name in source.shapes]
+    return [
+        CheckpointError(
+            "MW-RUN-049",
+            f"run.start_unused: {pattern!r} matches no tensor of {_places(sources)}: leave it out;"
+            f" it has {_abridged(sorted(names))}",
+        )
+        for pattern in patterns
+        if not any(fits(name, pattern) for name in names)
+    ]
+
+
+def _of_two(names: Mapping[str, str], sources: Sequence[WeightSource]) -> list[CheckpointError]:
+    """Return an error if two sources have a tensor of this model."""
+    for ours, theirs in names.items():
+        holders = [source.place for source in sources if theirs in source.shapes]
+        if len(holders) > 1:
+            return [
+                CheckpointError(
+                    "MW-RUN-050",
+                    f"run.start: {ours} is in {holders[0]} and in {holders[1]}: name sources that"
+                    " have different tensors, such as a model and an adapter of it",
+                )
+            ]
+    return []
+
+
+def _missing_tensors(
+    missing: Sequence[str], sources: Sequence[WeightSource]
+) -> list[CheckpointError]:
+    if not missing:
+        return []
+    return [
+        CheckpointError(
+            "MW-RUN-051",
+            f"{_places(sources)} lacks {_listed(missing)}\nName them in run.start_new to keep"
+            " their first values, or give their names there: run.start_names ="
+            f' {{"{missing[0]}" = "..."}}',
+        )
+    ]
+
+
+def _other_shapes(
+    reshaped: Mapping[str, Origin],
+    shapes: Mapping[str, Shape],
+    sources: Sequence[WeightSource],
+    vocab_size: int | None,
+) -> list[CheckpointError]:
+    if not reshaped:
+        return []
+    lines = [
+        f"{name} {list(shapes[name])}, there {list(origin.shape)}"
+        for name, origin in reshaped.items()
+    ]
+    key = "adapter.rank" if all(map(is_adapter, reshaped)) else "model.options"
+    is_grown = any(
+        _grows(origin.shape, shapes[name], vocab_size) for name, origin in reshaped.items()
+    )
+    grow = "; or set model.grow_vocabulary = true to add rows" if is_grown else ""
+    return [
+        CheckpointError(
+            "MW-RUN-052",
+            f"{_places(sources)} has tensors of another shape: {_listed(lines)}\nSet {key} as it"
+            f" was there, or name the tensors in run.start_new to draw them{grow}",
+        )
+    ]
+
+
+def _other_vocabularies(
+    taken: Mapping[str, Origin], grown: Mapping[str, Shape]
+) -> list[CheckpointError]:
+    """Return an error if tensors grow from or to several sizes: then it is no vocabulary alone."""
+    sizes: dict[tuple[int, int], str] = {}
+    for name, shape in grown.items():
+        changed = [pair for pair in zip(taken[name].shape, shape, strict=True) if len({*pair}) > 1]
+        sizes.setdefault(changed[0], name)
+    if len(sizes) < 2:
+        return []
+    lines = [f"{name} {before} -> {now}" for (before, now), name in sizes.items()]
+    return [
+        CheckpointError(
+            "MW-RUN-053",
+            f"model.grow_vocabulary: the tensors do not grow alike: {_listed(lines)}\nOne"
+            " vocabulary grows; set the other sizes of model.options as they were there",
+        )
+    ]
+
+
+def _unnamed_tensors(
+    unnamed: Sequence[tuple[int, str]], sources: Sequence[WeightSource]
+) -> list[CheckpointError]:
+    if not unnamed:
+        return []
+    return [
+        CheckpointError(
+            "MW-RUN-054",
+            f"{sources[unnamed[0][0]].place} has tensors that this model does not have:"
+            f" {_listed([name for _, name in unnamed])}\nName them in run.start_unused to leave"
+            " them out, or give the name of this model for them in run.start_names",
+        )
+    ]
+
+
+def _listed(lines: Sequence[str]) -> str:
+    """Return lines below each other, at most :data:`MOST_LISTED` of them."""
+    shown = "".join(f"\n  {line}" for line in lines[:MOST_LISTED])
+    more = f"\n  and {len(lines) - MOST_LISTED:,} more" if len(lines) > MOST_LISTED else ""
+    return f"{len(lines):,} tensor{'s' * (len(lines) != 1)}:{shown}{more}"
