@@ -31,7 +31,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.base import check_base_of
 from meshwright.run.resume import newest_sound, resume
-from meshwright.run.start_account import Account, check_settings, describe, make_account
+from meshwright.run.start_account import StartAccount, check_settings, describe, make_account
 from meshwright.run.tensors import saved_running, saved_tensors
 from meshwright.run.weight_source import (
     WeightSource,
@@ -238,7 +238,7 @@ def _earlier(directory: Path) -> dict[str, list[str]]:
 class _Filler(NamedTuple):
     """Reader of this rank's slices by the names of the model."""
 
-    account: Account
+    account: StartAccount
     sources: Sequence[WeightSource]
 
     def read(self, info: ParameterInfo, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
@@ -302,7 +302,7 @@ def _copy_known(target: Tensor, values: Tensor, known: Tensor | None) -> None:
     target.copy_(torch.where(known.to(target.device), rounded, target))
 
 
-def _fill(parts: Parts, account: Account, sources: Sequence[WeightSource]) -> None:
+def _fill(parts: Parts, account: StartAccount, sources: Sequence[WeightSource]) -> None:
     """Fill this rank's weights, master weights and running buffers. No communication."""
     filler = _Filler(account, sources)
     with torch.no_grad():

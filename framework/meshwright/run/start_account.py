@@ -1,7 +1,7 @@
 """Account of a start from other weights: which tensor of this model comes from which of the sources.
 
 Every tensor of the model is taken or named as new, and every tensor of the sources is taken or named
-as unused. Nothing is partial without a key that says so.
+as unused. Whatever is left out or added is named by a key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.adapters.attach import is_adapter
 from meshwright.checkpoint.preflight import SavedTensor
-from meshwright.config import RunConfig
+from meshwright.config import Model, RunConfig
 from meshwright.config.functions import directory_of
 from meshwright.config.schemes import is_own_scheme
 from meshwright.errors import CheckpointError, UserError
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
     """Global shape in the source."""
 
 
-class Account(NamedTuple):
+class StartAccount(NamedTuple):
     """Origins of the tensors of a model, by their names here."""
 
     taken: Mapping[str, Origin]
@@ -57,7 +57,7 @@ class Account(NamedTuple):
 
 def make_account(
     config: RunConfig, own: Sequence[SavedTensor], sources: Sequence[WeightSource]
-) -> Account:
+) -> StartAccount:
     """Assign each tensor of the model an origin.
 
     Args:
@@ -74,33 +74,10 @@ def make_account(
         *_unmatched_unused(run.start_unused, sources),
         *_of_two(names, sources),
     ]
-    has_adapters = any(is_adapter(name) for source in sources for name in source.shapes)
-    only_adapters = has_adapters and all(is_adapter(n) for source in sources for n in source.shapes)
-    keeps_base = only_adapters and is_own_scheme(config.model.builder)
-    vocab_size = vocabulary_size(config.model.builder, config.model.options)
-    taken: dict[str, Origin] = {}
-    grown: dict[str, Shape] = {}
-    new, kept, missing, reshaped = [], [], [], {}
-    for name, shape in shapes.items():
-        origin = _origin(names[name], sources)
-        if fits(name, *run.start_new) or (is_adapter(name) and not has_adapters):
-            new.append(name)
-        elif origin is not None and origin.shape == shape:
-            taken[name] = origin
-        elif (
-            origin is not None
-            and config.model.grow_vocabulary
-            and _grows(origin.shape, shape, vocab_size)
-        ):
-            taken[name], grown[name] = origin, shape
-        elif origin is not None:
-            reshaped[name] = origin
-        elif keeps_base and not is_adapter(name):
-            kept.append(name)
-        else:
-            missing.append(name)
-    used = {(origin.source, origin.name) for origin in taken.values()}
-    replaced = {names[name] for name in new} | {origin.name for origin in reshaped.values()}
+    account, missing, reshaped = _assign(config, shapes, names, sources)
+    used = {(origin.source, origin.name) for origin in account.taken.values()}
+    replaced = {names[name] for name in account.new}
+    replaced |= {origin.name for origin in reshaped.values()}
     unused = [
         (index, name)
         for index, source in enumerate(sources)
@@ -113,10 +90,10 @@ def make_account(
         if name not in replaced and not fits(name, *run.start_unused)
     ]
     problems += _missing_tensors(missing, sources)
-    problems += _other_shapes(reshaped, shapes, sources, vocab_size)
-    problems += _other_vocabularies(taken, grown)
+    problems += _other_shapes(reshaped, shapes, sources, _vocab_size(config.model))
+    problems += _other_vocabularies(account)
     problems += _unnamed_tensors(unnamed, sources)
-    if not taken and not problems:
+    if not account.taken and not problems:
         problems.append(
             CheckpointError(
                 "MW-RUN-046",
@@ -126,9 +103,50 @@ def make_account(
         )
     if problems:
         raise UserError.join(problems)
+    return account._replace(unused=tuple(name for _, name in unused))
+
+
+def _assign(
+    config: RunConfig,
+    shapes: Mapping[str, Shape],
+    names: Mapping[str, str],
+    sources: Sequence[WeightSource],
+) -> tuple[StartAccount, list[str], dict[str, Origin]]:
+    """Return the account, the tensors without an origin, and those whose origin has another
+    shape.
+    """
+    all_names = [name for source in sources for name in source.shapes]
+    has_adapters = any(map(is_adapter, all_names))
+    only_adapters = has_adapters and all(map(is_adapter, all_names))
+    keeps_base = only_adapters and is_own_scheme(config.model.builder)
+    vocab_size = _vocab_size(config.model)
+    taken: dict[str, Origin] = {}
+    grown: dict[str, Shape] = {}
+    reshaped: dict[str, Origin] = {}
+    new: list[str] = []
+    kept: list[str] = []
+    missing: list[str] = []
+    for name, shape in shapes.items():
+        origin = _origin(names[name], sources)
+        if fits(name, *config.run.start_new) or (is_adapter(name) and not has_adapters):
+            new.append(name)
+        elif origin is None and keeps_base and not is_adapter(name):
+            kept.append(name)
+        elif origin is None:
+            missing.append(name)
+        elif origin.shape == shape:
+            taken[name] = origin
+        elif config.model.grow_vocabulary and _grows(origin.shape, shape, vocab_size):
+            taken[name], grown[name] = origin, shape
+        else:
+            reshaped[name] = origin
     num_elements = sum(math.prod(origin.shape) for origin in taken.values())
-    left_out = tuple(name for _, name in unused)
-    return Account(taken, grown, tuple(new), tuple(kept), left_out, num_elements)
+    account = StartAccount(taken, grown, tuple(new), tuple(kept), (), num_elements)
+    return account, missing, reshaped
+
+
+def _vocab_size(model: Model) -> int | None:
+    return vocabulary_size(model.builder, model.options)
 
 
 def check_settings(config: RunConfig, sources: Sequence[WeightSource]) -> list[str]:
@@ -180,7 +198,7 @@ def _adapter_scale(settings: Mapping[str, Any]) -> float | None:
     return float(alpha) / rank if isinstance(alpha, int | float) else 1.0
 
 
-def describe(account: Account, sources: Sequence[WeightSource], builder: str) -> list[str]:
+def describe(account: StartAccount, sources: Sequence[WeightSource], builder: str) -> list[str]:
     """Return the lines of the account, for the console."""
     lines = [f"starting from the weights of {_places(sources)}"]
     numbers = f"{len(account.taken):,} tensors, {account.num_elements:,} numbers"
@@ -347,13 +365,12 @@ def _other_shapes(
     ]
 
 
-def _other_vocabularies(
-    taken: Mapping[str, Origin], grown: Mapping[str, Shape]
-) -> list[CheckpointError]:
+def _other_vocabularies(account: StartAccount) -> list[CheckpointError]:
     """Return an error if tensors grow from or to several sizes: then it is no vocabulary alone."""
     sizes: dict[tuple[int, int], str] = {}
-    for name, shape in grown.items():
-        changed = [pair for pair in zip(taken[name].shape, shape, strict=True) if len({*pair}) > 1]
+    for name, shape in account.grown.items():
+        pairs = zip(account.taken[name].shape, shape, strict=True)
+        changed = [pair for pair in pairs if pair[0] != pair[1]]
         sizes.setdefault(changed[0], name)
     if len(sizes) < 2:
         return []
