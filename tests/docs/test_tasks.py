@@ -97,7 +97,9 @@ def run(command: str, desk: Path) -> str:
 
 
 @marked_rows(
-    "long", "choose-a-layout.md", "come-from-elsewhere.md", "go-to-the-cluster.md", "read-a-hang.md"
+    "long",
+    *("choose-a-layout.md", "come-from-elsewhere.md", "go-to-the-cluster.md", "read-a-hang.md"),
+    "start-from-weights.md",
 )
 @pytest.mark.parametrize(
     "name",

@@ -303,6 +303,22 @@ def test_new_layers_and_renamed_ones(
         assert torch.equal(found[f"weights/block2.{name}"], first)
 
 
+def test_another_tokenizer_is_in_the_account(
+    sources: Sources, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokens = tokenizer["model"]["vocab"]
+    first, second = list(tokens)[-2:]
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for folder, is_named in ((corpus, False), (other, True)):
+        config = started(sources["gpt2-float32"], folder, tmp_path, "")
+        said, _ = pool.run(start_rank, 1, config, str(tmp_path / folder.name))[0]
+        assert any("tokenizer" in line for line in said) is is_named
+
+
 def test_adapters_beside_the_weights_of_a_run(
     sources: Sources, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:

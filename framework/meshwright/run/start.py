@@ -38,6 +38,7 @@ from meshwright.run.weight_source import (
     candidates_of,
     open_directory_weights,
     open_run_weights,
+    tokenizers_of,
 )
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
@@ -135,6 +136,12 @@ def start(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
             check_base_of(source.base, parts, source.place)
     for line in describe(account, sources, config.model.builder):
         log(line)
+    tokenizers = tokenizers_of(parts.data_fingerprint)
+    lines += [
+        f"the tokenizer of the corpus is another than that of {source.place}"
+        for source in sources
+        if tokenizers and source.tokenizers and not tokenizers & source.tokenizers
+    ]
     for line in lines:
         log(f"  differs {line}")
 

@@ -31,6 +31,8 @@ Shape = tuple[int, ...]
 
 AT_STEP = re.compile(r"(?P<run>.+)@(?P<step>\d{1,18})", flags=re.ASCII)
 """``run.start`` with the step of a checkpoint."""
+TOKENIZER = re.compile(r"(^|: )tokenizer\b")
+"""Names in a data fingerprint that have the hash of a tokenizer."""
 HUGGING_FACE_FILES = ("config.json", "adapter_config.json")
 """Files that mark a directory of Hugging Face: of a model, or of peft's adapters."""
 DCP_METADATA = ".metadata"
@@ -50,6 +52,8 @@ class WeightSource(NamedTuple):
     """Function of a name, offset and shape that returns this box of the tensor, on the CPU."""
     settings: Mapping[str, Any]
     """Keys of ``model.options``, ``adapter.alpha`` and the like that the weights were made with."""
+    tokenizers: frozenset[str] = frozenset()
+    """Hashes of the tokenizers of its training data; empty: unknown."""
     base: object = None
     """Fingerprint of the frozen base of its adapters; None: it has none."""
     notes: tuple[str, ...] = ()
@@ -111,6 +115,7 @@ def open_run_weights(path: Path) -> WeightSource:
         shapes={name: checkpoint.shape(TensorKind.WEIGHTS, name) for name in names},
         read_box=read_box,
         settings=_saved_settings(checkpoint),
+        tokenizers=tokenizers_of(checkpoint.manifest.data_fingerprint),
         base=checkpoint.manifest.state.get(FINGERPRINT),
         notes=(f"float32 master weights of {len(masters)} tensors",) if masters else (),
     )
@@ -127,6 +132,13 @@ def _saved_settings(checkpoint: CheckpointReader) -> dict[str, Any]:
         current_name(str(model.get("builder"))),
         options if isinstance(options, dict) else {},
         adapter,
+    )
+
+
+def tokenizers_of(data_fingerprint: Mapping[str, str]) -> frozenset[str]:
+    """Return the hashes of tokenizers in the fingerprint of a run's data."""
+    return frozenset(
+        value for name, value in data_fingerprint.items() if TOKENIZER.search(name) is not None
     )
 
 
