@@ -25,7 +25,7 @@ SPLIT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(SPLIT)
 
-# the tests that take longest, marked `long`: CI runs them after `make test`
+# the tests that take longest, marked `long`: CI has no time for them on a slow machine
 long: $(VENV)/installed
 	$(BIN)/python -m pytest $(SPLIT) -m long
 
