@@ -18,7 +18,13 @@ from meshwright.config import (
     reduces_each_microbatch,
     shard_factor,
 )
-from meshwright.data.sources import AnySource, Source, data_fingerprint, open_files, open_sources
+from meshwright.data.sources import (
+    Source,
+    ValidationSources,
+    data_fingerprint,
+    open_files,
+    open_sources,
+)
 from meshwright.data_parallel.expert_replica import fully_sharded_replica
 from meshwright.data_parallel.members import parameter_at, shard_layout, stage_members
 from meshwright.data_parallel.replica import BucketReplica, Replica
@@ -55,7 +61,7 @@ from meshwright.watch.observers import handle_nonfinite
 def build(
     config: RunConfig,
     mesh: Mesh,
-    sources: tuple[Source, AnySource | None] | None = None,
+    sources: tuple[Source, ValidationSources] | None = None,
     blueprint: Blueprint | None = None,
 ) -> Parts:
     """Build one rank's parts. Collective over all ranks; ``config`` is resolved.
@@ -69,9 +75,8 @@ def build(
         blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep)
     # before any other collective: ranks with different decisions would hang in one of them
     mesh.compare_digests(blueprint.digest())
-    training, validation = open_sources(config) if sources is None else sources
-    open_files(training)
-    open_files(validation)
+    training, validations = open_sources(config) if sources is None else sources
+    open_files(training, *validations.values())
     holders_by_axis = open_holders(
         mesh,
         shard_factor(config.parallel),
@@ -103,7 +108,7 @@ def build(
         replicas=replicas,
         optimizer=optimizer,
         source=training,
-        validation=validation,
+        validations=validations,
         data_fingerprint=data_fingerprint(training),
         state=TrainState(loss_scale=first_scale(config.loss_scale, config.train.dtype)),
         on_nonfinite=handle_nonfinite,

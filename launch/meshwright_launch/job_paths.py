@@ -48,12 +48,13 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     if (directory := directory_of(config.model.builder)) is not None:
         yield "model.builder", str(directory)
     others = {
-        "data.validation": config.data.validation,
         "data.tokenizer": config.data.tokenizer,
         "pipeline.schedule_file": config.pipeline.schedule_file,
         "launch.cluster": config.launch.cluster,
     }
     yield from ((key, path) for key, path in others.items() if path)
+    for name, each in config.data.validation_sets.items():
+        yield f"data.validation{name and f'.{name}'}", each.path
 
 
 def _corpora(key: str, train: str | list[WeightedCorpus]) -> Iterator[tuple[str, str]]:

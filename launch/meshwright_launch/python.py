@@ -111,7 +111,7 @@ class OpenRun:
         Raises:
             ConfigError: the run has no validation data.
         """
-        if self.parts.validation is None:
+        if not self.parts.validations:
             raise ConfigError(
                 "MW-LAUNCH-059", "the run has no validation data: set data.validation"
             )

@@ -40,6 +40,7 @@ from meshwright.run.observers import (
     PeakMemory,
     RunFilesCheck,
     Validation,
+    set_loss_name,
     validate,
 )
 from meshwright.run.resume import check_added_states, prepare, record_start
@@ -152,8 +153,9 @@ def _train_in(
     if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
         log(corpus)
     assert config.batch.global_batch is not None, "resolve the configuration first"
-    if warning := warn_of_small_validation(parts.validation, config.batch.global_batch):
-        log(warning)
+    for name, source in parts.validations.items():
+        if warning := warn_of_small_validation(source, config.batch.global_batch, name):
+            log(warning)
     request = StopRequest()
     stream = (
         [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
@@ -209,7 +211,9 @@ def check_data(parts: Parts) -> None:
         DataError: on every rank; names the ranks that have other data than rank 0.
     """
     own = {
-        f"validation: {name}": value for name, value in data_fingerprint(parts.validation).items()
+        f"validation{set_name and f' {set_name}'}: {name}": value
+        for set_name, source in parts.validations.items()
+        for name, value in data_fingerprint(source).items()
     }
     every: list[dict[str, str]] = parts.mesh.world.gather_objects(
         own | dict(parts.data_fingerprint)
@@ -235,7 +239,7 @@ def watched_files(parts: Parts) -> LiveFiles:
     """
     nodes, rank = parts.mesh.nodes, parts.mesh.rank
     return (
-        live_files(parts.source, parts.validation)
+        live_files(parts.source, *parts.validations.values())
         if nodes.index(nodes[rank]) == rank
         else LiveFiles([])
     )
@@ -245,7 +249,7 @@ def _report_finished(parts: Parts, log: Callable[[str], None]) -> None:
     """Print the validation loss of a run that has taken all its steps."""
     steps, step = parts.config.train.steps, parts.state.step
     taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
-    if parts.validation is not None:  # the same number as on the layout that trained
+    if parts.validations:  # the same number as on the layout that trained
         with parts.mesh.activity.during("validating"):
             log(describe_validation(parts, validate(parts)))
     log(
@@ -292,16 +296,21 @@ def observe(
 
 
 def describe_validation(parts: Parts, validation_loss: float) -> str:
-    """Return the validation loss and, where the corpus has token counts,
-    the unigram baseline beside it.
+    """Return the validation loss, that of each of several sets and, where a corpus has token
+    counts, the unigram baseline beside it.
     """
-    text = f"validation loss  {validation_loss:.4f} {loss_unit(parts.blueprint)}"
-    nats = unigram_nats(parts.validation)
-    if nats is not None and has_perplexity(parts.blueprint):
-        text += (
-            f"\nunigram baseline  {nats:.4f}, by the token frequencies of the training text alone"
-        )
-    return text
+    lines = [f"validation loss  {validation_loss:.4f} {loss_unit(parts.blueprint)}"]
+    for name, source in parts.validations.items():
+        nats = unigram_nats(source) if has_perplexity(parts.blueprint) else None
+        if name:
+            loss = parts.validation_metrics[set_loss_name(name)]
+            beside = "" if nats is None else f", unigram baseline {nats:.4f}"
+            lines.append(f"  {name}: {loss:.4f}{beside}")
+        elif nats is not None:
+            lines.append(
+                f"unigram baseline  {nats:.4f}, by the token frequencies of the training text alone"
+            )
+    return "\n".join(lines)
 
 
 def _print_nothing(text: str) -> None:

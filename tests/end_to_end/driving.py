@@ -190,7 +190,7 @@ def load_rank(
     mesh = open_mesh(Grid.of(parallel.degrees), "cpu")
     feed = Recording(*open_sources(config)[0])
     feed.seen = {}
-    parts = build(config, mesh, (feed, None))
+    parts = build(config, mesh, (feed, {}))
     resume(parts, Path(saved), _keep_quiet)
     save(parts, again)
     losses = [take_step(parts).loss for _ in range(steps)]

@@ -67,9 +67,7 @@ def test_rows_become_tokens_and_next_tokens(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("a connection"))
     source, validation = open_sources(hf_config(tmp_path, saved / place, streaming=streaming))
-    assert (validation is None) == (place != "both") and isinstance(
-        source, StreamSource
-    ) == streaming
+    assert (not validation) == (place != "both") and isinstance(source, StreamSource) == streaming
     found = samples(source, 0, ROWS)
     numbers = [
         index if isinstance(source, StreamSource) else source.order(index) or 0

@@ -135,7 +135,7 @@ def test_a_place_saves_reading_again(tmp_path: Path) -> None:
 
 
 def test_validation_reads_each_sample_once(tmp_path: Path) -> None:
-    validation = open_sources(config_of(tmp_path))[1]
+    validation = open_sources(config_of(tmp_path))[1][""]
     assert isinstance(validation, StreamSource) and validation.num_samples == 11
     for _ in range(2):
         labels = samples(validation, 8, 8).labels

@@ -53,7 +53,7 @@ def some_steps(
     )
     feed = Recording(*open_sources(config)[0])
     feed.seen = {}
-    parts = build(config, mesh, (feed, None))
+    parts = build(config, mesh, (feed, {}))
     resume(parts, run_directory(config.run), lambda text: None)
     for _ in range(steps):
         take_step(parts)

@@ -148,6 +148,10 @@ class Adapter(Section):
     """
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
+"""Name of a validation corpus, in the names of its metrics."""
+
+
 class WeightedCorpus(Section):
     """One corpus of a mixture."""
 
@@ -191,10 +195,20 @@ class Data(Section):
     """Later stages of training, each from a step or sample on with another corpus or mixture
     than ``train``.
     """
-    validation: str | None = Field(
-        default=None, description="the path of a .bin/.idx pair, without the suffix"
+    validation: (
+        str
+        | Annotated[dict[SetName, str | WeightedCorpus], Field(min_length=1, max_length=32)]
+        | None
+    ) = Field(
+        default=None,
+        description=(
+            "the path of a .bin/.idx pair, without the suffix; or several by name, as {web = "
+            '"runs/data/web/validation", code = {path = "runs/data/code/validation", weight = 2}}'
+        ),
     )
-    """Validation corpus. Default: no validation."""
+    """Validation corpus, or several with a loss each, whose weighted mean is the validation loss.
+    Default: no validation.
+    """
     tokenizer: str | None = Field(default=None, description="the path of a tokenizer.json")
     """Tokenizer of a corpus that has none beside it,
     and of the text that `meshwright sample` reads and writes.
@@ -237,6 +251,18 @@ class Data(Section):
     """Give each of these threads a process that runs the Python code of the dataset or
     of ``collate``.
     """
+
+    @property
+    def validation_sets(self) -> dict[str, WeightedCorpus]:
+        """Return the validation corpora by name; a single one has the name ""."""
+        if self.validation is None:
+            return {}
+        if isinstance(self.validation, str):
+            return {"": WeightedCorpus(path=self.validation)}
+        return {
+            name: WeightedCorpus(path=each) if isinstance(each, str) else each
+            for name, each in self.validation.items()
+        }
 
 
 class Batch(Section):

@@ -4,7 +4,7 @@ and the data fingerprint of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,25 +52,29 @@ class Source(Protocol):
 
 AnySource = CorpusSource | SpanCorruptionSource | DatasetSource | StreamSource
 """Sources that a configuration can name."""
+ValidationSources = Mapping[str, AnySource]
+"""Validation sources by name; a single one has the name ""."""
 
 
-def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
-    """Open the training source, shuffled by the seed, and the validation source,
+def open_sources(config: RunConfig) -> tuple[AnySource, ValidationSources]:
+    """Open the training source, shuffled by the seed, and the validation sources,
     read once in order.
 
     The launcher calls it too, so that a DataError is raised before any rank starts.
     """
     eod_id = _end_of_document_id(config.data.tokenizer, config.model)
-    training, validation = (_open(config, split, eod_id) for split in ("train", "validation"))
-    assert training is not None
-    if config.data.builder is not None and validation is not None:
-        _check_like(training, validation)
-    prefixes = [corpus.prefix for source in (training, validation) for corpus in _corpora(source)]
+    training = _open_training(config, eod_id)
+    validations = _open_validations(config, eod_id)
+    if config.data.builder is not None:
+        for validation in validations.values():
+            _check_like(training, validation)
+    sources = (training, *validations.values())
+    prefixes = [corpus.prefix for source in sources for corpus in _corpora(source)]
     check_same_tokens(prefixes, config.data.tokenizer)
     if isinstance(training, DatasetSource | StreamSource) and config.data.workers:
         start = partial(WorkerProcess, config) if config.data.processes else None
         training = training.with_workers(config.data.workers, Steps(config.batch), start)
-    return training, validation
+    return training, validations
 
 
 def _check_like(training: AnySource, validation: AnySource) -> None:
@@ -86,17 +90,18 @@ def _check_like(training: AnySource, validation: AnySource) -> None:
     like.one(second.raw(0), 0)
 
 
-def open_validation(config: RunConfig) -> AnySource | None:
-    """Open the validation source alone; the training corpus of a trained model may be missing."""
+def open_validations(config: RunConfig) -> ValidationSources:
+    """Open the validation sources alone; the training corpus of a trained model may be missing."""
     if config.data.builder is not None:
         return open_sources(config)[1]
-    return _open(config, "validation", _end_of_document_id(config.data.tokenizer, config.model))
+    return _open_validations(config, _end_of_document_id(config.data.tokenizer, config.model))
 
 
-def open_files(source: Source | None) -> None:
-    """Open the files of a source's corpora now, so that the first step does not."""
-    for corpus in _corpora(source):
-        corpus.open()
+def open_files(*sources: Source) -> None:
+    """Open the files of the sources' corpora now, so that the first step does not."""
+    for source in sources:
+        for corpus in _corpora(source):
+            corpus.open()
 
 
 def _corpora(source: Source | None) -> tuple[Corpus, ...]:
@@ -203,15 +208,15 @@ def describe_source(source: Source, num_samples: int) -> str:
     return "\n".join(lines)
 
 
-def warn_of_small_validation(validation: Source | None, global_batch: int) -> str:
+def warn_of_small_validation(validation: Source | None, global_batch: int, name: str = "") -> str:
     """Return a warning if validation has fewer samples than a global batch: its loss is noisy;
-    empty otherwise.
+    empty otherwise. ``name``: that of the set, of several.
     """
     if not isinstance(validation, AnySource) or validation.num_samples >= global_batch:
         return ""
     samples = format_number_of(validation.num_samples, "sample")
     return (
-        f"warning    validation has {samples}, less than one global batch ({global_batch:,}): its"
+        f"warning    validation{name and f' {name}'} has {samples}, less than one global batch ({global_batch:,}): its"
         " loss is noisy. Give it more text, such as a larger --validation-share of `meshwright"
         " data`"
     )
@@ -282,33 +287,50 @@ def _end_of_document_id(file: str | None, model: Model) -> int | None:
     return end_of_document_id(tokenizer)
 
 
-def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None:
-    """Open the source of one split; None if the configuration has none."""
+def _open_training(config: RunConfig, eod_id: int | None) -> AnySource:
+    """Open the training source."""
     data, seed = config.data, config.run.seed
-    open_corpus_at = partial(_open_corpus, data, config.model, eod_id)
-
-    def order(num_samples: int) -> SampleOrder | OnceInOrder:
-        return SampleOrder(num_samples, seed) if split == "train" else OnceInOrder(num_samples)
-
     if data.builder is not None:
-        samples = open_dataset(data, split)
-        if isinstance(samples, Stream):
-            return _open_stream(config.batch, split, samples, config.train.validate_steps)
-        return None if samples is None else DatasetSource(samples, order(samples.num_samples))
-    where = data.train if split == "train" else data.validation
-    if where is None:
-        return None
-    if split == "train" and data.stages:
+        source = _open_dataset_source(config, "train")
+        assert source is not None
+        return source
+    open_corpus_at = partial(_open_corpus, data, config.model, eod_id)
+    if data.stages:
         return _source_of(data, seed, *open_stages(config, open_corpus_at))
-    if isinstance(where, str):
-        corpus = open_corpus_at(where)
-        return _source_of(data, seed, corpus, order(corpus.num_samples))
-    corpora = [open_corpus_at(each.path) for each in where]
-    blend = Blend(corpora, [each.weight for each in where])
+    if isinstance(data.train, str):
+        corpus = open_corpus_at(data.train)
+        return _source_of(data, seed, corpus, SampleOrder(corpus.num_samples, seed))
+    corpora = [open_corpus_at(each.path) for each in data.train]
+    blend = Blend(corpora, [each.weight for each in data.train])
     orders = tuple(
         SampleOrder(each.num_samples, derive(seed, "data set", i)) for i, each in enumerate(corpora)
     )
     return _source_of(data, seed, blend, BlendOrder(orders, whole_weights(blend.weights)))
+
+
+def _open_validations(config: RunConfig, eod_id: int | None) -> ValidationSources:
+    """Open the validation sources, each read once in order."""
+    data = config.data
+    if data.builder is not None:
+        source = _open_dataset_source(config, "validation")
+        return {} if source is None else {"": source}
+    found: dict[str, AnySource] = {}
+    for name, each in data.validation_sets.items():
+        corpus = _open_corpus(data, config.model, eod_id, each.path)
+        found[name] = _source_of(data, config.run.seed, corpus, OnceInOrder(corpus.num_samples))
+    return found
+
+
+def _open_dataset_source(config: RunConfig, split: str) -> DatasetSource | StreamSource | None:
+    """Open one split of ``data.builder``; None if it has none."""
+    samples = open_dataset(config.data, split)
+    if samples is None:
+        return None
+    if isinstance(samples, Stream):
+        return _open_stream(config.batch, split, samples, config.train.validate_steps)
+    is_training, num_samples = split == "train", samples.num_samples
+    order = SampleOrder(num_samples, config.run.seed) if is_training else OnceInOrder(num_samples)
+    return DatasetSource(samples, order)
 
 
 def _open_stream(batch: Batch, split: str, stream: Stream, validate_steps: int) -> StreamSource:

@@ -14,15 +14,15 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import RunConfig, batch_numbers, resolve
+from meshwright.config import Data, RunConfig, batch_numbers, resolve
 from meshwright.config.batch import validation_steps
-from meshwright.data.sources import AnySource, open_validation, unigram_nats
+from meshwright.data.sources import AnySource, open_validations, unigram_nats
 from meshwright.errors import ConfigError, DataError
 from meshwright.inference.corpora import check_tokenizer, count_text
 from meshwright.inference.load import ModelLocation, open_inference_mesh, open_trained
@@ -30,7 +30,7 @@ from meshwright.mesh import Axis
 from meshwright.mesh.mesh import close_mesh
 from meshwright.parts import ForwardParts
 from meshwright.run.directory import METRICS
-from meshwright.run.observers import TotalLoss, total_loss
+from meshwright.run.observers import TotalLoss, mean_of_sets, set_loss_name, total_loss
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.format import format_duration
@@ -74,11 +74,22 @@ class EvaluationResult:
     """Loss over the first batches, those of validation in training, and the loss that the run
     logged for this step; None for other data, or if fewer batches were evaluated.
     """
+    sets: Mapping[str, EvaluationResult] = field(default_factory=dict)
+    """Results of several validation sets by name; ``loss`` is their weighted mean then, and samples
+    and tokens are sums.
+    """
 
     def lines(self) -> str:
         """Return the result as text for a terminal."""
+        place = f"{self.checkpoint}, step {self.step}, on {self.layout} in {self.dtype}"
+        of_sets = [
+            f"validation set {name}\n{found._loss_lines()}" for name, found in self.sets.items()
+        ]
+        of_all = [f"weighted mean of {len(self.sets)} sets"] if self.sets else []
+        return "\n".join([f"checkpoint     {place}", *of_sets, *of_all, self._loss_lines()])
+
+    def _loss_lines(self) -> str:
         lines = [
-            f"checkpoint     {self.checkpoint}, step {self.step}, on {self.layout} in {self.dtype}",
             f"data           {self.data}: {self.samples:,} samples, {self.tokens:,} tokens",
             f"loss           {self.loss:.4f} {self.loss_unit}",
         ]
@@ -106,11 +117,13 @@ class EvaluationResult:
         """Return the result as strict JSON, with NaN and Inf as text, as in ``metrics.jsonl``."""
 
         def encoded(value: Any) -> Any:
-            if isinstance(value, dict):
+            if isinstance(value, EvaluationResult):
+                return encoded({name: each for name, each in vars(value).items() if each != {}})
+            if isinstance(value, Mapping):
                 return {name: encoded(each) for name, each in value.items()}
             return encode_number(value) if isinstance(value, float) else value
 
-        return json.dumps(encoded(vars(self)), indent=2, allow_nan=False) + "\n"
+        return json.dumps(encoded(self), indent=2, allow_nan=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -143,14 +156,21 @@ class EvaluationJob:
         mesh = open_inference_mesh(config.parallel, config.launch, config.train.device)
         blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep)
         forward, checkpoint = open_trained(blueprint, mesh, self.place)
-        result = self._evaluate(forward, str(checkpoint.path), checkpoint.manifest.step)
+        found = {
+            name: self._evaluate(
+                forward, source, name, str(checkpoint.path), checkpoint.manifest.step
+            )
+            for name, source in open_validations(config).items()
+        }
         close_mesh(mesh)
-        return result if mesh.rank == 0 else None
+        if mesh.rank != 0:
+            return None
+        return found[""] if "" in found else of_sets(found, config.data)
 
-    def _evaluate(self, forward: ForwardParts, path: str, step: int) -> EvaluationResult:
+    def _evaluate(
+        self, forward: ForwardParts, source: AnySource, name: str, path: str, step: int
+    ) -> EvaluationResult:
         config, mesh = forward.config, forward.mesh
-        source = open_validation(config)
-        assert source is not None  # it was opened before the ranks began
         global_batch = batch_numbers(config.batch).global_batch
         batches = num_batches(source, global_batch, self.steps)
         logged = validation_steps(source.num_samples, global_batch, config.train.validate_steps)
@@ -175,7 +195,7 @@ class EvaluationJob:
                 f"{axis}{grid.degree(axis)}" for axis in (Axis.DP, Axis.PP, *grid.axes[2:])
             ),
             dtype=config.train.dtype,
-            data=config.data.validation or str(config.data.builder),
+            data=_data_name(config.data, name),
             samples=samples,
             tokens=total.num_tokens,
             loss=loss,
@@ -190,12 +210,36 @@ class EvaluationJob:
                 {
                     "loss": first.loss_sum / max(first.num_tokens, 1),
                     "batches": logged,
-                    "logged": logged_loss(self.place.run, step),
+                    "logged": logged_loss(self.place.run, step, name),
                 }
                 if self.is_own_data and logged <= batches
                 else None
             ),
         )
+
+
+def _data_name(data: Data, name: str) -> str:
+    """Return the path of a validation set, or the builder of the dataset."""
+    return data.validation_sets[name].path if data.validation_sets else str(data.builder)
+
+
+def of_sets(found: Mapping[str, EvaluationResult], data: Data) -> EvaluationResult:
+    """Return the result over several validation sets."""
+    first = next(iter(found.values()))
+    loss = mean_of_sets({name: each.loss for name, each in found.items()}, data)
+    return replace(
+        first,
+        data=", ".join(found),
+        samples=sum(each.samples for each in found.values()),
+        tokens=sum(each.tokens for each in found.values()),
+        loss=loss,
+        perplexity=None if first.perplexity is None else perplexity(loss),
+        bytes=None,
+        bits_per_byte=None,
+        unigram_entropy=None,
+        while_training=None,
+        sets=found,
+    )
 
 
 def batches_with_progress(batches: int, is_printing: bool) -> Iterator[int]:
@@ -226,23 +270,27 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
     """
     config = resolve(config, world_size)
     draw_blueprint(config)
-    source = open_validation(config)
-    if source is None:
+    sources = open_validations(config)
+    if not sources:
         raise ConfigError(
             "MW-INFERENCE-001",
             "the run has no validation set (data.validation): name a prepared corpus with --data,"
             " such as the folder that `meshwright data` has written",
         )
-    check_tokenizer(config.data, source)
+    for source in sources.values():
+        check_tokenizer(config.data, source)
     return config
 
 
-def logged_loss(run: Path, step: int) -> float | None:
-    """Return the validation loss that the run has logged for this step, or None."""
+def logged_loss(run: Path, step: int, name: str = "") -> float | None:
+    """Return the validation loss that the run has logged for this step, or None.
+
+    ``name``: that of the validation set, of several.
+    """
     try:
-        losses = [
-            record.validation_loss for record in read_records(run / METRICS) if record.step == step
-        ]
+        records = [record for record in read_records(run / METRICS) if record.step == step]
     except DataError:
         return None
-    return losses[-1] if losses else None
+    if not records:
+        return None
+    return records[-1].extra.get(set_loss_name(name)) if name else records[-1].validation_loss

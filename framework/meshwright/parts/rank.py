@@ -27,7 +27,7 @@ from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
 if TYPE_CHECKING:  # a step needs the parts, not how they are planned and built
     from meshwright.blueprint import Blueprint
-    from meshwright.data.sources import AnySource, Source
+    from meshwright.data.sources import Source, ValidationSources
     from meshwright.data_parallel.replica import Replica
     from meshwright.mesh.mesh import Mesh
     from meshwright.optimizer.flat import FlatOptimizer
@@ -148,7 +148,8 @@ class Parts(ForwardParts):
     optimizer: FlatOptimizer
     source: Source
     """Training samples."""
-    validation: AnySource | None
+    validations: ValidationSources
+    """Validation samples by name; a single set has the name ""."""
     data_fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Hashes of the training data at the start, by name: a resumed run must have the same."""
     state: TrainState = field(default_factory=TrainState)
@@ -161,7 +162,9 @@ class Parts(ForwardParts):
     :class:`StepStats` has those raised anywhere.
     """
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics that layers and the loss recorded in the last validation."""
+    """Metrics of the last validation by their names in a record: those that layers and the loss
+    recorded, and of several sets the loss of each.
+    """
     written_files: list[Path] = field(default_factory=list)
     """Files that observers of this rank have written since the last save. They are synced before a
     checkpoint of the step appears, for example when a resumed run reads them. Used on rank 0: see
@@ -212,10 +215,9 @@ class Parts(ForwardParts):
         """
         return add_state(self.optimizer, name)
 
-    def validation_feeds(self) -> Iterator[StepFeed]:
-        """Yield the feeds of one validation."""
-        source = self.validation
-        assert source is not None
+    def validation_feeds(self, name: str = "") -> Iterator[StepFeed]:
+        """Yield the feeds of one validation on the set of this name."""
+        source = self.validations[name]
         global_batch = batch_numbers(self.config.batch).global_batch
         at_most = self.config.train.validate_steps
         num_batches = validation_steps(source.num_samples, global_batch, at_most)

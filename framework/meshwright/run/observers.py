@@ -5,6 +5,7 @@ checkpoints and the end by a signal.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.checkpoint import has_checkpoint
+from meshwright.config import Data
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.model.metrics import means, model_metrics
 from meshwright.optimizer import evaluating
@@ -86,12 +88,12 @@ class Validation(Observer):
         """
         every = parts.config.train.validate_every
         is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
-        if is_due and parts.validation is not None:
+        if is_due and parts.validations:
             start_s = time.perf_counter()
             with parts.mesh.activity.during("validating"):
                 event.validation_loss = self._last = validate(parts)
             event.validation_s = time.perf_counter() - start_s
-            event.metrics |= model_metrics(parts.validation_metrics, "validation/")
+            event.metrics |= parts.validation_metrics
 
     def after_training(self, parts: Parts) -> None:
         """Report the last validation loss."""
@@ -249,13 +251,34 @@ class EndOfRun(Observer):
 
 
 def validate(parts: Parts) -> float:
-    """Return the mean loss over the validation batches, in eval mode.
-    Equal on every rank and in every layout.
+    """Return the mean loss over the validation batches, in eval mode; of several sets the weighted
+    mean of their losses. Equal on every rank and in every layout.
     """
+    losses: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     with evaluating(parts.optimizer):
-        found = total_loss(parts, parts.validation_feeds())
-    parts.validation_metrics = found.metrics
-    return found.loss_sum / max(found.num_tokens, 1)
+        for name in parts.validations:
+            found = total_loss(parts, parts.validation_feeds(name))
+            losses[name] = found.loss_sum / max(found.num_tokens, 1)
+            within = f"validation/{name}/" if name else "validation/"
+            metrics |= model_metrics(found.metrics, within)
+            if name:
+                metrics[set_loss_name(name)] = losses[name]
+    parts.validation_metrics = metrics
+    return mean_of_sets(losses, parts.config.data)
+
+
+def set_loss_name(name: str) -> str:
+    """Return the name of a validation set's loss in a record."""
+    return f"validation/{name}/loss"
+
+
+def mean_of_sets(losses: Mapping[str, float], data: Data) -> float:
+    """Return the mean of the losses of validation sets, weighted by ``data.validation``."""
+    sets = data.validation_sets
+    weights = {name: sets[name].weight if name in sets else 1.0 for name in losses}
+    total = math.fsum(weights[name] * loss for name, loss in losses.items())
+    return total / math.fsum(weights.values())
 
 
 class TotalLoss(NamedTuple):

@@ -176,7 +176,7 @@ class _Run:
         self._build()
 
     def _build(self) -> None:
-        self.parts = build(self.config, self.mesh, (self.recorder, None))
+        self.parts = build(self.config, self.mesh, (self.recorder, {}))
         self.routes = hooks_of(self.parts, self.routing)
         self.parts.on_gradients = self._record_gradients
 

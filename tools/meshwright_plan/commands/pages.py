@@ -34,7 +34,8 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
     unigram_entropy = None
     if resolved.is_file():
         data = read_resolved(resolved).data
-        corpus = Path(data.validation or (data.train if isinstance(data.train, str) else ""))
+        corpora = [each for each in (data.validation, data.train) if each]
+        corpus = Path(corpora[0] if corpora and isinstance(corpora[0], str) else "")
         fingerprint = (
             read(corpus.parent) if data.task == "causal" and data.builder is None else None
         )

@@ -252,7 +252,7 @@ def record_step(
         blueprint = shared.for_rank(mesh.at.pp_rank)
         faked = _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder)
         with faked as constants, kernels_of(config.train, device, blueprint.model.layers):
-            parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
+            parts = build(config, mesh, (FakeSource(blueprint.example), {}), blueprint)
             for stage in parts.executor.stages.values():
                 stage.calls.skip_first_checks()
             if parts.executor.offload is not None:
