@@ -34,6 +34,8 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
                 options.out,
                 form=data.Form(options.format),
                 keys=keys,
+                chat_template=options.chat_template,
+                max_tokens=options.max_tokens,
                 globs=options.glob,
                 end_token=options.eod,
                 begin_token=options.bos,

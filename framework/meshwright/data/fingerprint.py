@@ -88,6 +88,12 @@ class Request(_Part):
     """Seed of a split by documents: a document's split follows from the seed and its number."""
     split: Literal["documents", "position"] = "documents"
     """Rule of the split."""
+    chat_template: str | None = None
+    """Hash of the chat template and its special tokens; None: conversations without one."""
+    chat_date: str | None = None
+    """Date and time that the template writes; None: it writes none."""
+    max_tokens: int | None = None
+    """Largest number of tokens of a conversation; None: any."""
 
     def first_files(self, count: int) -> Request:
         """Return the request with its first ``count`` files only."""
@@ -122,6 +128,10 @@ class Preparation(Request):
     """Number of documents, empty and skipped ones included."""
     empty: int
     skipped: int
+    cut: int | None = None
+    """Number of conversations of which only the first turns fit ``max_tokens``."""
+    too_long: int | None = None
+    """Number of conversations left out because no turn of theirs fits ``max_tokens``."""
 
 
 class Fingerprint(_Part):

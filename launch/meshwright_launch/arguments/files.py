@@ -80,6 +80,21 @@ def _record_options(parser: argparse.ArgumentParser) -> None:
             metavar="KEY",
             help=f"field or column of pairs (default: {name})",
         )
+    parser.add_argument(
+        "--chat-template",
+        type=text,
+        metavar="T",
+        help=(
+            "write messages with a chat template: `tokenizer`, for the one beside it, or a .jinja"
+            " file (default: <|user|> and <|assistant|> lines)"
+        ),
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=count,
+        metavar="N",
+        help="with a chat template: cut conversations to the turns that fit (default: any length)",
+    )
 
 
 def _boundary_options(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +123,7 @@ def _data_prepare(sources: Added) -> None:
         "  meshwright data prepare crawl/*.parquet --text-key content --tokenizer"
         " tok/tokenizer.json --eod '</s>' \\\n      --validation-share 0.001 --test-share 0.001"
         " --workers 32 --out data/crawl\n  meshwright data prepare chats.jsonl --format messages"
-        " --tokenizer ~/models/qwen3-0.6b --out data/chats",
+        " --chat-template tokenizer \\\n      --tokenizer ~/models/qwen3-0.6b --out data/chats",
     )
     prepared.add_argument(
         "sources",

@@ -48,12 +48,47 @@ class EncodedBlock(NamedTuple):
     text_bytes: int
     digest: bytes
     """Digest of the bytes of the block."""
+    num_cut: int = 0
+    """Number of conversations that were cut to the largest length."""
+    num_long: int = 0
+    """Number of conversations left out because no turn of theirs fits."""
+    is_fatal: bool = False
+    """True if the last broken record ends the preparation, also where such are skipped."""
 
 
-class _ParsedRecord(NamedTuple):
+class EncodedDocument(NamedTuple):
+    """Tokens of a document."""
+
+    tokens: NDArray[Any]  # (T,)
+    counts: NDArray[np.uint8] | None  # (T,) 1 where a token counts as label; None: all do
+    text_bytes: int
+
+
+class ParsedRecord(NamedTuple):
+    """A record: pieces to encode, an encoded document, or a problem."""
+
     line: int
-    pieces: list[DocumentPiece]
-    problem: str | None
+    pieces: Sequence[DocumentPiece] = ()
+    problem: str | None = None
+    document: EncodedDocument | None = None
+    is_cut: bool = False
+    is_long: bool = False
+
+
+class TooCostly(Broken):
+    """A record that ends the preparation: more like it would take too long."""
+
+
+def encoded(encode: Callable[[], Any], file: Path) -> Any:
+    """Call the tokenizer. Raises DataError, with the file, where it cannot encode a text."""
+    try:
+        return encode()
+    except Exception as error:  # the library raises a bare Exception
+        raise DataError(
+            "MW-DATA-122",
+            f"{file}: the tokenizer cannot encode a text ({error}): give it an unknown"
+            " token, or name another",
+        ) from error
 
 
 @dataclass
@@ -78,33 +113,35 @@ class Encoder:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
+        self.place = Path()
+        self._is_over = False
+
+    def close(self) -> None:
+        """Release what the encoder has opened."""
 
     def __call__(self, block: RecordBlock) -> EncodedBlock:
         """Encode a block. Raises DataError: a file cannot be read, or a document is too long."""
         digest = sha256()
+        self.place = self.files[block.first.file].path
         records, num_lines = self._read(block, digest)
         arrays: list[NDArray[Any]] = []
         counts: list[NDArray[np.uint8]] = []
         lengths = np.zeros(len(records), dtype=np.int64)
         text_bytes = 0
-        documents = self._encode(
-            [record.pieces for record in records], self.files[block.first.file].path
-        )
-        for number, (record, ids) in enumerate(zip(records, documents, strict=True)):
-            if not record.pieces:
+        for number, document in enumerate(self._documents(records)):
+            if document is None:
                 continue
-            text_bytes += sum(len(piece.text.encode()) for piece in record.pieces)
-            tokens, mask = self._document(record.pieces, ids)
-            if len(tokens) > _MAX_TOKENS:
+            text_bytes += document.text_bytes
+            if len(document.tokens) > _MAX_TOKENS:
                 raise DataError(
                     "MW-DATA-038",
-                    f"{self.files[block.first.file].path}: a document of {len(tokens):,} tokens is"
+                    f"{self.place}: a document of {len(document.tokens):,} tokens is"
                     f" more than the index of a corpus can count ({_MAX_TOKENS:,}): cut it",
                 )
-            lengths[number] = len(tokens)
-            arrays.append(tokens)
-            if mask is not None:
-                counts.append(mask)
+            lengths[number] = len(document.tokens)
+            arrays.append(document.tokens)
+            if document.counts is not None:
+                counts.append(document.counts)
         return EncodedBlock(
             np.concatenate(arrays) if arrays else np.zeros(0, dtype=self.dtype),
             lengths,
@@ -124,10 +161,23 @@ class Encoder:
             ],
             text_bytes,
             digest.digest(),
+            sum(record.is_cut for record in records),
+            sum(record.is_long for record in records),
+            self._is_over,
         )
 
+    def _documents(self, records: list[ParsedRecord]) -> Iterator[EncodedDocument | None]:
+        """Yield the document of each record; None for an empty or broken one."""
+        ids_of_records = self._encode([record.pieces for record in records])
+        for record, ids in zip(records, ids_of_records, strict=True):
+            if not record.pieces:
+                yield record.document
+                continue
+            text_bytes = sum(len(piece.text.encode()) for piece in record.pieces)
+            yield EncodedDocument(*self._document(record.pieces, ids), text_bytes)
+
     def _document(
-        self, pieces: list[DocumentPiece], ids: list[list[int]]
+        self, pieces: Sequence[DocumentPiece], ids: list[list[int]]
     ) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
         """Return the tokens of a document, (T,), and its mask of labels, (T,); None: all count."""
         parts: list[list[int]] = [] if self.begin is None else [[self.begin]]
@@ -144,27 +194,17 @@ class Encoder:
         flags, lengths = zip(*runs, strict=True)
         return tokens, np.repeat(np.array(flags, dtype=np.uint8), lengths)
 
-    def _encode(
-        self, documents: list[list[DocumentPiece]], file: Path
-    ) -> Iterator[list[list[int]]]:
-        """Yield the ids of each piece of each document; texts are encoded in batches. ``file``:
-        for the error.
-        """
+    def _encode(self, documents: list[Sequence[DocumentPiece]]) -> Iterator[list[list[int]]]:
+        """Yield the ids of each piece of each document; texts are encoded in batches."""
         for start in range(0, len(documents), _TEXTS_PER_BATCH):
             batch = documents[start : start + _TEXTS_PER_BATCH]
             texts = [piece.text for pieces in batch for piece in pieces]
-            try:
-                encodings = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-            except Exception as error:  # the library raises a bare Exception
-                raise DataError(
-                    "MW-DATA-122",
-                    f"{file}: the tokenizer cannot encode a text ({error}): give it an unknown"
-                    " token, or name another",
-                ) from error
+            encode = partial(self.tokenizer.encode_batch_fast, texts, add_special_tokens=False)
+            encodings = iter(encoded(encode, self.place))
             for pieces in batch:
                 yield [next(encodings).ids for _ in pieces]
 
-    def _read(self, block: RecordBlock, digest: Any) -> tuple[list[_ParsedRecord], int]:
+    def _read(self, block: RecordBlock, digest: Any) -> tuple[list[ParsedRecord], int]:
         """Return the parsed records of a block and its number of lines, rows or files;
         update the digest.
         """
@@ -177,7 +217,7 @@ class Encoder:
         if file.kind is FileForm.ROWS:
             digest.update(repr(block.content).encode(errors="backslashreplace"))
             return [
-                self._parse(number, row, tuple) for number, row in enumerate(block.content)
+                self._parse(number, row, self._row) for number, row in enumerate(block.content)
             ], len(block.content)
         try:
             if block.content is not None:
@@ -197,18 +237,29 @@ class Encoder:
             self._parse(number, line, parse) for number, line in enumerate(lines) if line.strip()
         ], len(lines)
 
-    def _text(self, number: int, file: InputFile, digest: Any) -> _ParsedRecord:
+    def _text(self, number: int, file: InputFile, digest: Any) -> ParsedRecord:
         raw = text_of(file)
         digest.update(sha256(raw).digest())
         return self._parse(number, raw.removeprefix(_BOM), lambda raw: (decoded(raw),))
 
+    def _row(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the columns of a row of a parquet file."""
+        return row
+
+    def _record(self, line: int, values: tuple[Any, ...]) -> ParsedRecord:
+        """Return a record of these columns. Raises Broken."""
+        return ParsedRecord(line, pieces_of(self.form, values, self.columns))
+
     def _parse(
         self, number: int, raw: Any, values_of: Callable[[Any], tuple[Any, ...]]
-    ) -> _ParsedRecord:
+    ) -> ParsedRecord:
         """Parse a record; ``values_of`` returns its columns.
         A broken record has a problem and no pieces.
         """
+        if self._is_over:
+            return ParsedRecord(number)
         try:
-            return _ParsedRecord(number, pieces_of(self.form, values_of(raw), self.columns), None)
+            return self._record(number, values_of(raw))
         except Broken as problem:
-            return _ParsedRecord(number, [], str(problem))
+            self._is_over = isinstance(problem, TooCostly)
+            return ParsedRecord(number, problem=str(problem))

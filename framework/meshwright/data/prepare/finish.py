@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Preparation, Request, Split
+from meshwright.data.prepare.chat.template import COPY, ChatTemplate
 from meshwright.data.prepare.input_files import FileForm, InputFile
-from meshwright.data.prepare.tokenizer_files import KnownTokenizer
+from meshwright.data.prepare.tokenizer_files import CONFIG_FILE, KnownTokenizer
 from meshwright.data.prepare.work_folder import SKIPPED_FILE, WorkFolder, describe_changes
 from meshwright.data.splits import SPLITS, SplitRule
 from meshwright.data.tokenizer import TOKENIZER_FILE
@@ -29,7 +30,7 @@ from meshwright.terminal.format import format_number_of, format_size
 
 _READ_BYTES = 1 << 22
 _LINE_BYTES = 400
-OF_A_CORPUS = {TOKENIZER_FILE, SKIPPED_FILE, fingerprints.FILE_NAME} | {
+OF_A_CORPUS = {TOKENIZER_FILE, SKIPPED_FILE, COPY, fingerprints.FILE_NAME} | {
     f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx", "mask")
 }
 """Names of the files that a preparation writes, beside the tokenizer's further ones."""
@@ -89,19 +90,36 @@ class Outcome:
             lines.append(
                 f"  skipped     {prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}"
             )
+        if prepared is not None and prepared.cut:
+            cut = format_number_of(prepared.cut, "conversation")
+            lines.append(
+                f"  cut         {cut}, to the turns that fit {prepared.max_tokens:,} tokens"
+            )
+        if prepared is not None and prepared.too_long:
+            long = format_number_of(prepared.too_long, "conversation")
+            lines.append(
+                f"  too long    {long}, left out: the first answer ends after"
+                f" {prepared.max_tokens:,} tokens"
+            )
         return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 
 
 def write_indices(
-    work: WorkFolder, files: Sequence[InputFile], known: KnownTokenizer, request: Request
+    work: WorkFolder,
+    files: Sequence[InputFile],
+    known: KnownTokenizer,
+    request: Request,
+    template: ChatTemplate | None = None,
 ) -> Fingerprint:
-    """Write indices, tokenizer and fingerprint beside the tokens. Idempotent:
+    """Write indices, tokenizer, chat template and fingerprint beside the tokens. Idempotent:
     a killed call can be repeated.
     """
     state = work.state
     if not state.splits["train"].documents:
         read = format_number_of(state.records, "document")
         what = f"{read}, {state.empty:,} of them empty, {state.skipped:,} broken"
+        if state.too_long:
+            what += f", {state.too_long:,} longer than --max-tokens {request.max_tokens:,}"
         if state.skipped:
             what += f" (the first: {_first_line(work.path / SKIPPED_FILE)})"
         where = f"{files[0].path}" + (f" and {len(files) - 1:,} other files" if files[1:] else "")
@@ -130,6 +148,8 @@ def write_indices(
         training = measured.labels if name == "train" else training
     for file in known.files:
         shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
+    if template is not None and template.path.name != CONFIG_FILE:
+        (work.corpus / COPY).write_text(template.texts["default"], encoding="utf-8")
     if state.skipped:
         shutil.copyfile(work.path / SKIPPED_FILE, work.corpus / SKIPPED_FILE)
     draft = Fingerprint(
@@ -139,7 +159,7 @@ def write_indices(
         end_of_document_id=known.end,
         source=fingerprints.SourceSummary(
             description=_describe_files(files),
-            documents=state.records - state.empty - state.skipped,
+            documents=state.records - state.empty - state.skipped - state.too_long,
             text_bytes=state.text_bytes,
             sha256=state.digest,
             vocab_size=known.vocab_size,
@@ -147,7 +167,12 @@ def write_indices(
             split=request.split,
         ),
         prepared=Preparation(
-            **request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped
+            **request.model_dump(),
+            records=state.records,
+            empty=state.empty,
+            skipped=state.skipped,
+            cut=None if request.max_tokens is None else state.cut,
+            too_long=None if request.max_tokens is None else state.too_long,
         ),
     )
     return write_fingerprint(work.corpus, draft)

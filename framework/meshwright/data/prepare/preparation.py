@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -23,15 +24,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
 from meshwright.data.prepare import readers
+from meshwright.data.prepare.chat.bounded import BoundedRenderer, TemplateLimitError
+from meshwright.data.prepare.chat.encode import ChatEncoder
+from meshwright.data.prepare.chat.rendering import NO_DATE, RenderingError, now_to_the_second
+from meshwright.data.prepare.chat.template import open_chat_template
 from meshwright.data.prepare.encode import EncodedBlock, Encoder
 from meshwright.data.prepare.finish import Outcome, complete, present_rule, write_indices
 from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
 from meshwright.data.prepare.readers import ReadPosition, RecordBlock, count_records
-from meshwright.data.prepare.records import Form, RecordKeys
+from meshwright.data.prepare.records import CHAT_KEYS, Form, OptionalKey, RecordKeys
 from meshwright.data.prepare.tokenizer_files import (
     KnownTokenizer,
     drops_characters,
@@ -69,6 +75,10 @@ class Options:
     out: Path
     form: Form = Form.TEXT
     keys: RecordKeys = field(default_factory=RecordKeys)
+    chat_template: str | None = None
+    """``tokenizer``, or a .jinja file; None: conversations are written without a template."""
+    max_tokens: int | None = None
+    """Largest number of tokens of a conversation, with a template; None: any."""
     globs: Sequence[str] = ()
     end_token: str | None = None
     begin_token: str | None = None
@@ -105,13 +115,15 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             full.
     """
     _check_shares(options)
+    _check_chat(options)
     files = list_files(options.sources, options.globs, options.out)
-    columns = options.keys.of(options.form)
+    columns = options.keys.of(options.form) if options.chat_template is None else CHAT_KEYS
     _check_kinds(files, options.form, columns)
     known = open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
     out = options.out.absolute()
+    chat = _open_chat(options, out, known)
     rule = _settled_rule(options, out, files, columns)
-    request = _request(options, files, known, rule)
+    request = _request(options, files, known, rule, chat)
     names = [file.name for file in known.files]
     done = complete(out, request, replace=options.replace, tokenizer_files=names)
     if done is not None:
@@ -129,13 +141,12 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             may_skip=options.skip_broken,
         )
         try:
-            encoder = Encoder(
-                files, known.tokenizer, options.form, columns, dtype, known.end, known.begin
+            splitter = _Splitter(options, rule, known)
+            with closing(_encoder(options, files, columns, known, chat)) as encoder:
+                _read_all(options, files, columns, encoder, work, splitter, on_progress)
+            made = write_indices(
+                work, files, known, request, None if chat is None else chat.template
             )
-            _read_all(
-                options, files, columns, encoder, work, _Splitter(options, rule, known), on_progress
-            )
-            made = write_indices(work, files, known, request)
             publish(work.corpus, out)
             work.remove()
         finally:
@@ -159,8 +170,88 @@ def _check_shares(options: Options) -> None:
         )
 
 
+def _check_chat(options: Options) -> None:
+    """Check that the options of conversations have an effect."""
+    if options.chat_template is None:
+        if options.max_tokens is not None:
+            raise DataError(
+                "MW-DATA-136",
+                f"--max-tokens {options.max_tokens:,} has no effect without --chat-template: give"
+                " one, or leave it out",
+            )
+        return
+    if options.form is not Form.MESSAGES:
+        raise DataError(
+            "MW-DATA-137",
+            f"--chat-template {options.chat_template} has no effect with --format"
+            f" {options.form.value}: it is for --format messages",
+        )
+    if options.begin_token is not None:
+        raise DataError(
+            "MW-DATA-138",
+            f"--bos {options.begin_token} has no effect with --chat-template"
+            f" {options.chat_template}: the template itself writes the token, or does not",
+        )
+
+
+def _open_chat(options: Options, out: Path, known: KnownTokenizer) -> BoundedRenderer | None:
+    """Open the chat template, and compile it once to see that it is one; None without a template.
+
+    A template that writes the date gets that of the corpus in ``out``, or of an earlier call.
+    """
+    if options.chat_template is None:
+        return None
+    template = open_chat_template(options.chat_template, known.path)
+    date = NO_DATE
+    if template.is_dated:
+        date = (None if options.replace else _written_date(out)) or now_to_the_second()
+    added = known.tokenizer.get_added_tokens_decoder().values()
+    chat = BoundedRenderer(template, [token.content for token in added], date)
+    try:
+        chat.open()
+    except (RenderingError, TemplateLimitError) as error:
+        raise DataError(
+            "MW-DATA-139",
+            f"{template.path} is no chat template that can be used: {error}. Copy it again, or"
+            " name another with --chat-template",
+        ) from None
+    finally:
+        chat.close()  # workers start their own
+    return chat
+
+
+def _written_date(out: Path) -> str | None:
+    """Return the date that the conversations in ``out`` have, or those of an earlier call."""
+    try:
+        known = fingerprints.read(out)
+    except DataError:  # damaged: prepared again
+        known = None
+    if known is not None and known.prepared is not None:
+        return known.prepared.chat_date
+    begun = begun_request(out)
+    return None if begun is None else begun.chat_date
+
+
+def _encoder(
+    options: Options,
+    files: Sequence[InputFile],
+    columns: tuple[str, ...],
+    known: KnownTokenizer,
+    chat: BoundedRenderer | None,
+) -> Encoder:
+    dtype = indexed.token_dtype(known.vocab_size)
+    usual = (files, known.tokenizer, options.form, columns, dtype, known.end, known.begin)
+    if chat is None:
+        return Encoder(*usual)
+    return ChatEncoder(*usual, chat, options.max_tokens)
+
+
 def _request(
-    options: Options, files: Sequence[InputFile], known: KnownTokenizer, rule: SplitRule
+    options: Options,
+    files: Sequence[InputFile],
+    known: KnownTokenizer,
+    rule: SplitRule,
+    chat: BoundedRenderer | None,
 ) -> Request:
     return Request(
         files=requested_files(files),
@@ -175,6 +266,9 @@ def _request(
         test_share=options.test_share,
         seed=options.seed,
         split="position" if rule is SplitRule.POSITION else "documents",
+        chat_template=None if chat is None else chat.template.sha256,
+        chat_date=chat.now if chat is not None and chat.template.is_dated else None,
+        max_tokens=options.max_tokens,
     )
 
 
@@ -198,12 +292,13 @@ def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str])
     """Check the columns of parquet files,
     and that no plain text file is given for pairs or messages.
     """
+    required = [name for name in columns if not isinstance(name, OptionalKey)]
     for file in files:
         if file.kind is FileForm.TEXT and form is not Form.TEXT:
             raise DataError(
                 "MW-DATA-049",
                 f"{file.path} is one text: --format {form.value} is read from .jsonl and .parquet,"
-                f" with the keys {' and '.join(columns)}",
+                f" with the keys {' and '.join(required)}",
             )
         if file.kind is FileForm.ROWS:
             readers.open_parquet(file.path, columns).close()
@@ -231,6 +326,12 @@ def _read_all(
     try:
         for block, result in encoded:
             problems = _broken(block, result, files, state.line)
+            if result.is_fatal:
+                raise DataError(
+                    "MW-DATA-140",
+                    f"{problems[-1]}. Correct the template or the record: the same command resumes"
+                    " before it",
+                )
             if problems and not options.skip_broken:
                 raise DataError(
                     "MW-DATA-050",
@@ -290,7 +391,9 @@ def _append(
     work.skip(problems)
     splitter.append(result, work)
     state.records += len(result.lengths)
-    state.empty += int((result.lengths == 0).sum()) - len(result.broken)
+    state.empty += int((result.lengths == 0).sum()) - len(result.broken) - result.num_long
+    state.cut += result.num_cut
+    state.too_long += result.num_long
     state.line = (state.line if block.first.position else 0) + result.num_lines
     state.text_bytes += result.text_bytes
     state.source_bytes += block.source_bytes
@@ -380,12 +483,12 @@ def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
             f"{options.tokenizer} has no unknown token and no byte tokens: characters outside its"
             " vocabulary are left out"
         )
-    if options.form is Form.MESSAGES and (template := find_chat_template(tokenizer)) is not None:
+    is_plain = options.form is Form.MESSAGES and options.chat_template is None
+    if is_plain and (template := find_chat_template(tokenizer)) is not None:
         notes.append(
             "warning: the conversations are written as <|user|> and <|assistant|> lines, not with"
             f" the chat template in {template}: a model that is served with that template has to be"
-            " trained on it. Render them with it first (transformers' apply_chat_template), as"
-            " pairs of prompt and response"
+            " trained on it. Prepare them again with --chat-template tokenizer"
         )
     shares = {"validation": options.validation_share, "test": options.test_share}
     for name, share in shares.items():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from meshwright.data.prepare.input_files import FileForm, InputFile
-from meshwright.data.prepare.records import advice_for
+from meshwright.data.prepare.records import OptionalKey, advice_for
 from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes
 
@@ -158,6 +158,7 @@ def _row_blocks(
 ) -> Iterator[RecordBlock]:
     """Yield the blocks of a file row group by row group, from row ``position`` on."""
     table = open_parquet(file.path, columns)
+    present = [name for name in columns if name in table.schema_arrow.names]
     row, num_rows = 0, max(1, table.metadata.num_rows)
     if num_rows > MAX_ROWS_PER_BYTE * file.num_bytes:
         table.close()
@@ -176,8 +177,10 @@ def _row_blocks(
             size = _rows_per_batch(
                 table.metadata.row_group(group), columns, f"{file.path}: row group {group}"
             )
-            for batch in table.iter_batches(size, row_groups=[group], columns=list(columns)):
-                rows = list(zip(*(batch.column(name).to_pylist() for name in columns), strict=True))
+            for batch in table.iter_batches(size, row_groups=[group], columns=present):
+                read = {name: batch.column(name).to_pylist() for name in present}
+                absent = [None] * len(batch)
+                rows = list(zip(*(read.get(name, absent) for name in columns), strict=True))
                 num_skipped = min(max(position - row, 0), len(rows))
                 row += num_skipped
                 for part in _split_rows(rows[num_skipped:], block_bytes, f"{file.path}: row", row):
@@ -303,7 +306,14 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
     except (OSError, ValueError, _arrow_error()) as error:
         raise DataError("MW-DATA-063", f"{path} cannot be read as parquet: {error}") from error
     names = table.schema_arrow.names
-    wrong = next((name for name in columns if names.count(name) != 1), None)
+    wrong = next(
+        (
+            name
+            for name in columns
+            if names.count(name) != 1 and not (isinstance(name, OptionalKey) and name not in names)
+        ),
+        None,
+    )
     if wrong is not None:
         table.close()
         if wrong in names:

@@ -50,6 +50,14 @@ class Broken(Exception):
     """A record that cannot be read; its text follows the place in a message."""
 
 
+class OptionalKey(str):
+    """Key that a record may lack; its value is None then."""
+
+
+CHAT_KEYS = ("messages", OptionalKey("tools"), OptionalKey("chat_template_kwargs"))
+"""Keys to read of a conversation for a chat template."""
+
+
 class RecordKeys(NamedTuple):
     """Keys of the fields that are read of a record."""
 
@@ -117,10 +125,10 @@ def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
     if not isinstance(record, dict):
         raise Broken(f"is a JSON {_kind_of(record)}, not an object with the key {columns[0]!r}")
     for name in columns:
-        if name not in record:
+        if name not in record and not isinstance(name, OptionalKey):
             keys = ", ".join(map(repr, list(record)[:6])) or "none"
             raise Broken(f"has no key {name!r} (its keys: {keys}){advice_for(name, list(record))}")
-    return tuple(record[name] for name in columns)
+    return tuple(record.get(name) for name in columns)
 
 
 def pieces_of(form: Form, values: tuple[Any, ...], columns: tuple[str, ...]) -> list[DocumentPiece]:
@@ -148,7 +156,7 @@ def _conversation(messages: Any) -> list[DocumentPiece]:
         )
         _check_is_plain(message, number)
         is_ours = role == "assistant"
-        counts = _is_label(message, number, is_ours)
+        counts = is_label(message, number, is_ours)
         pieces.append(DocumentPiece(f"<|{role}|>\n", False, False))
         pieces.append(DocumentPiece(content if is_ours else f"{content}\n", counts, is_ours))
     if not any(piece.counts for piece in pieces):
@@ -185,7 +193,7 @@ def _check_is_plain(message: dict[str, Any], number: int) -> None:
         )
 
 
-def _is_label(message: dict[str, Any], number: int, is_ours: bool) -> bool:
+def is_label(message: dict[str, Any], number: int, is_ours: bool) -> bool:
     """Return whether a message counts: the assistant's, unless its weight is 0 or train is false.
     Raises Broken.
 

@@ -65,6 +65,8 @@ class State(_Part):
     """
     empty: int = 0
     skipped: int = 0
+    cut: int = 0
+    too_long: int = 0
     skipped_bytes: int = 0
     """Length of ``skipped.txt``."""
     text_bytes: int = 0
