@@ -157,7 +157,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             f"cannot write the corpus {out}: {error}. Finished work is kept: the same command"
             " resumes",
         ) from error
-    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made, known.path))
+    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made, known.path, chat))
 
 
 def _check_shares(options: Options) -> None:
@@ -475,7 +475,9 @@ def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, l
     return f"{file.path}:{first_line + line + 1}"
 
 
-def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
+def _notes(
+    options: Options, made: Fingerprint, tokenizer: Path, chat: BoundedRenderer | None
+) -> list[str]:
     """Return remarks on a finished corpus, a line each."""
     notes = list[str]()
     if drops_characters(tokenizer):
@@ -489,6 +491,11 @@ def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
             "warning: the conversations are written as <|user|> and <|assistant|> lines, not with"
             f" the chat template in {template}: a model that is served with that template has to be"
             " trained on it. Prepare them again with --chat-template tokenizer"
+        )
+    if chat is not None and not chat.closes_turns():
+        notes.append(
+            f"warning: nothing follows an answer in the chat template {chat.template.path}: a model"
+            " does not learn where to stop. Add a token there, in a copy that --chat-template names"
         )
     shares = {"validation": options.validation_share, "test": options.test_share}
     for name, share in shares.items():

@@ -72,6 +72,17 @@ class BoundedRenderer:
         answer = self._ask({**conversation._asdict(), "finds": True})
         return answer["text"], answer["spans"]
 
+    def closes_turns(self) -> bool:
+        """Return False if nothing follows an answer, so that a model does not learn to stop."""
+        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+        try:
+            text, spans = self.find(Conversation(talk, [False, True]))
+        except (RenderingError, TemplateLimitError):
+            return True
+        finally:
+            self.close()
+        return not text[slice(*spans[-1])].endswith("Hello")
+
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
@@ -147,8 +158,8 @@ def _serve(bounded: BoundedRenderer, questions: int, answers: int) -> None:
             answer = {"problem": _shortened(str(error))}
         except MemoryError:
             answer = {"problem": f"needs more than {MEMORY_BYTES >> 20:,} MiB of memory"}
-        except RecursionError:
-            answer = {"problem": "is nested too deeply"}
+        except Exception as error:  # of a rendering in a form that nobody has thought of
+            answer = {"problem": _shortened(f"fails: {type(error).__name__}: {error}")}
         _send(answers, answer)
     os._exit(0)
 

@@ -17,8 +17,9 @@ text around it. A place that is not found without doubt is an error.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,6 +65,14 @@ class _Region(NamedTuple):
     stop: int
 
 
+class _View(NamedTuple):
+    """A rendering, and what it is of."""
+
+    messages: list[Message]
+    text: str
+    prompts: bool = False
+
+
 class SpanFinder:
     """Finder of spans, for one template."""
 
@@ -89,10 +98,15 @@ class _Search:
     def __init__(self, finder: SpanFinder, conversation: Conversation) -> None:
         self.finder, self.conversation = finder, conversation
         self.messages = conversation.messages
-        self.whole = self._rendered(self.messages)
-        shown = self.whole + str(self.messages)
+        renderer = finder.renderer
+        rendering = renderer.render(self.messages, conversation.tools, conversation.variables)
+        self.whole, self.generated = rendering.text, list(rendering.generated)
+        self.view = _View(self.messages, self.whole)
+        shown = self.whole + json.dumps(self.messages, ensure_ascii=False)
         self.prompts: dict[str, bool] = {}
-        self.mark = next(char for code in MARKS if (char := chr(code)) not in shown)
+        self.mark = next((char for code in MARKS if (char := chr(code)) not in shown), "")
+        if not self.mark:
+            raise RenderingError("cannot be checked: the record has every private character")
 
     def _rendered(self, messages: list[Message], *, prompts: bool = False) -> str:
         one = self.conversation
@@ -161,18 +175,17 @@ class _Search:
 
     def _marked_spans(self) -> list[tuple[int, int]]:
         one = self.conversation
-        marked = self.finder.renderer.render(one.messages, one.tools, one.variables).generated
-        spans = list(marked)
+        spans = self.generated
         answers = [n for n, each in enumerate(self.messages) if each.get("role") == "assistant"]
         if len(spans) == len(answers):
             return [span for span, n in zip(spans, answers, strict=True) if one.counts[n]]
         for n in answers:
             if not one.counts[n]:
                 # all marks from its text up to the next message
-                region = self._region(self.messages, n, self.whole)
+                region = self._place(n)
                 after = len(self.whole)
                 if n + 1 < len(self.messages):
-                    after = self._region(self.messages, n + 1, self.whole).start
+                    after = self._place(n + 1).start
                 spans = [
                     (start, stop) for start, stop in spans if stop <= region.start or after <= start
                 ]
@@ -203,28 +216,30 @@ class _Search:
         if prompt is None:
             raise self._not_found(n)
         # both continue after the message before this one
-        here = self._region(self.messages, n - 1, self.whole).stop
-        there = self._region(self.messages[:n], n - 1, prompt, prompts=True).stop
-        rest = prompt[there:]
-        if self.whole.startswith(rest, here):
-            return here + len(rest)
-        # the prompt goes on with text that this turn lacks, such as <think>
-        content = self._region(self.messages, n, self.whole).start
-        shared = _common_start(rest, self.whole[here:content])
-        if shared < content - here:
-            shared = self._before_token(shared, rest, self.whole[here:])
-        if shared <= len(self._tail_before(n, rest)):
-            raise self._not_found(n)
-        return here + shared
+        views = self.view, _View(self.messages[:n], prompt, True)
+        for here, there in self._places(n - 1, *views):
+            if self.whole.startswith(prompt[there.stop :], here.stop):
+                return here.stop + len(prompt) - there.stop
+        return self._after_shorter_header(n, prompt)
 
-    def _tail_before(self, n: int, rest: str) -> str:
-        """Return the beginning of ``rest`` that closes the message before message ``n``."""
+    def _after_shorter_header(self, n: int, prompt: str) -> int:
+        """Return where the text of a turn begins whose header is shorter than the prompt, which
+        goes on with text such as <think>.
+        """
         before = self.messages[:n]
         closed = self._rendered(before)
-        tail = closed[self._region(before, n - 1, closed).stop :]
-        if not rest.startswith(tail):
-            raise self._not_found(n)
-        return tail
+        content = self._place(n).start
+        views = self.view, _View(before, prompt, True), _View(before, closed)
+        for here, there, end in self._places(n - 1, *views):
+            rest, follows = prompt[there.stop :], self.whole[here.stop :]
+            tail = closed[end.stop :]
+            length = max(0, content - here.stop)
+            shared = _common_start(rest, follows[:length])
+            if shared < length:
+                shared = self._before_token(shared, rest, follows)
+            if rest.startswith(tail) and shared > len(tail):
+                return here.stop + shared
+        raise self._not_found(n)
 
     def _before_token(self, shared: int, *texts: str) -> int:
         """Return the largest number of characters, at most ``shared``, after which a word or
@@ -244,7 +259,7 @@ class _Search:
         """Return where the prompt ends of an answer with which the conversation begins."""
         user = [{"role": "user", "content": self.mark}]
         asked, plain = self._tried(user, prompts=True) or "", self._tried(user) or ""
-        content = self._region(self.messages, 0, self.whole).start
+        content = self._place(0).start
         header = asked[len(plain) :]
         if not header or not asked.startswith(plain) or not self.whole[:content].endswith(header):
             raise self._not_found(0)
@@ -289,13 +304,36 @@ class _Search:
             return len(closed.rstrip())
         if going_on.startswith(closed) and self.whole.startswith(closed):
             return len(closed.rstrip())
-        here = self._region(self.messages, n, self.whole).stop
-        end = closed[self._region(turn, n, closed).stop :]
-        other = going_on[self._region(after, n, going_on).stop :]
-        shared = self._shared(end, other).rstrip()
-        if not shared and len(turn) == len(self.messages):
-            shared = end.rstrip()  # nothing closes a turn but the end of the conversation
-        return here + len(shared)
+        if len(turn) < len(self.messages) and (stop := self._before_next_prompt(n)) is not None:
+            return stop
+        is_last = len(turn) == len(self.messages)
+        stops = []
+        for here, end, other in self._places(
+            n, self.view, _View(turn, closed), _View(after, going_on)
+        ):
+            shared = self._shared(closed[end.stop :], going_on[other.stop :]).rstrip()
+            if not shared and is_last:
+                shared = closed[end.stop :].rstrip()  # nothing but the end of the conversation
+            stops.append(here.stop + len(shared))
+        return max(stops)
+
+    def _before_next_prompt(self, n: int) -> int | None:
+        """Return where turn ``n`` ends, by what closes it where another answer is asked for;
+        None if that cannot be told from the prompt itself.
+        """
+        user = [{"role": "user", "content": self.mark}]
+        plain, asked = self._tried(user) or "", self._tried(user, prompts=True) or ""
+        prompt = asked[len(plain) :] if asked.startswith(plain) else ""
+        turn = self.messages[: n + 1]
+        text = self._tried(turn, prompts=True) or ""
+        if not prompt or not text.endswith(prompt):
+            return None
+        stop = len(text) - len(prompt)
+        for here, there in self._places(n, self.view, _View(turn, text, True)):
+            tail = text[there.stop : stop]
+            if there.stop <= stop and self.whole.startswith(tail, here.stop):
+                return here.stop + len(tail.rstrip())
+        return None
 
     def _shared(self, end: str, other: str) -> str:
         """Return the common beginning of what follows a turn at the end of a conversation,
@@ -308,19 +346,46 @@ class _Search:
         # the rest of it may be the beginning of two different tokens
         return shared[: tokens[-1]] if tokens else re.sub(r"\S+$", "", shared)
 
-    def _region(
-        self, messages: list[Message], n: int, text: str, *, prompts: bool = False
-    ) -> _Region:
-        """Return the place of a message's text in the rendering ``text`` of ``messages``."""
-        exchanged = [*messages]
-        exchanged[n] = _exchanged(messages[n], self.mark)
-        other = self._rendered(exchanged, prompts=prompts)
-        if other.count(self.mark) - (text.count(self.mark)) != 1:
+    def _places(self, n: int, *views: _View) -> Iterator[list[_Region]]:
+        """Yield the place of message ``n`` in each rendering, for each way to exchange its text
+        that shows one. The same part of it is exchanged in all renderings, so that what follows
+        the places can be compared.
+        """
+        message = self.messages[n]
+        ways = [
+            _exchanged(message, self.mark),
+            _exchanged(message, self.mark, in_calls=True),
+            # reasoning may be left out: then the text that a message without one gets
+            {**message, "content": self.mark},
+        ]
+        is_found = False
+        for number, changed in enumerate(ways):
+            if changed in ways[:number]:
+                continue
+            regions = [self._region(n, changed, view) for view in views]
+            found = [region for region in regions if region is not None]
+            if len(found) == len(views):
+                is_found = True
+                yield found
+        if not is_found:
             raise self._not_found(n)
+
+    def _place(self, n: int) -> _Region:
+        """Return the place of message ``n`` in the rendering."""
+        return next(self._places(n, self.view))[0]
+
+    def _region(self, n: int, changed: Message, view: _View) -> _Region | None:
+        """Return the place of message ``n`` in a rendering; None if ``changed``, which takes its
+        place, does not show where it is.
+        """
+        messages, text, prompts = view
+        other = self._tried([*messages[:n], changed, *messages[n + 1 :]], prompts=prompts)
+        if other is None or other.count(self.mark) != text.count(self.mark) + 1:
+            return None
         start = _common_start(text, other)
         stop_in_other = len(other) - _common_end(text[start:], other[start:])
         if not start <= other.index(self.mark) < stop_in_other:
-            raise self._not_found(n)
+            return None
         return _Region(start, len(text) - (len(other) - stop_in_other))
 
 
