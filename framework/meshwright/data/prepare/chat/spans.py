@@ -102,7 +102,7 @@ class _Search:
         rendering = renderer.render(self.messages, conversation.tools, conversation.variables)
         self.whole, self.generated = rendering.text, list(rendering.generated)
         self.view = _View(self.messages, self.whole)
-        shown = self.whole + json.dumps(self.messages, ensure_ascii=False)
+        shown = self.whole + _as_text(self.messages)
         self.prompts: dict[str, bool] = {}
         self.mark = next((char for code in MARKS if (char := chr(code)) not in shown), "")
         if not self.mark:
@@ -159,7 +159,7 @@ class _Search:
         for n, message in enumerate(named):
             name = f"{self.mark}{n}{self.mark}"
             role = message.get("role")
-            in_calls = any(name in str(call) for call in message.get("tool_calls") or ())
+            in_calls = name in _as_text(message.get("tool_calls"))
             if not _has_text(self.messages[n]):
                 continue
             found = text.count(name)
@@ -271,7 +271,7 @@ class _Search:
         """
         role = str(self.messages[n - 1].get("role")) if n else ""
         if role not in self.prompts:
-            before = self.messages[:n]
+            before = self.messages[:n] or [{"role": "user", "content": self.mark}]
             self.prompts[role] = self._tried(before, prompts=True) != self._tried(before)
         return self.prompts[role]
 
@@ -412,6 +412,11 @@ def _has_text(message: Message) -> bool:
     if isinstance(content, list):
         return any(isinstance(part, dict) and _is_text(part.get("text")) for part in content)
     return _is_text(content) or bool(message.get("tool_calls"))
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as JSON, its characters as they are: ``str`` escapes private ones."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_text(value: Any) -> bool:
