@@ -100,6 +100,7 @@ TOKENIZERS = (
     "models/gpt2",
 )
 TOKENIZERS += ("runs/llama/huggingface",)
+CHAT_TEMPLATE = ROOT / "tests/framework/data/prepare/chat_templates/chatml.jinja"
 
 
 def is_of_tasks(where: str) -> bool:
@@ -155,6 +156,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for folder in TOKENIZERS:
             Path(folder).mkdir(parents=True)
             shutil.copy(tokenizer, folder)
+            shutil.copy(CHAT_TEMPLATE, Path(folder) / "chat_template.jinja")
         texts = [
             f"{number}. The mesh has {number} ranks, and each of them counts its samples."
             for number in range(200)
@@ -177,8 +179,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             TORCHTITAN.replace('decay_type = "cosine"', 'decay_type = "linear"')
         )
         made(
-            "data prepare chats.jsonl --format messages --tokenizer models/mine --out data/chats"
-            " --validation-share 0.1"
+            "data prepare chats.jsonl --format messages --chat-template tokenizer"
+            " --tokenizer models/mine --out data/chats --validation-share 0.1"
         )
         made("data prepare notes/ --tokenizer tok/ --validation-share 0.1 --out data/notes")
         made("data prepare pages.jsonl.gz --tokenizer tok/ --validation-share 0.1 --out data/pages")
@@ -195,7 +197,10 @@ def made(words: str) -> None:
     "meshwright checkpoint export runs/demo --out exported/demo",
     "meshwright data prepare books/ pages.jsonl.gz --tokenizer '~/models/gpt2' --out data/books",
     "meshwright data prepare books/ pages.jsonl.gz --tokenizer models/Llama-3.1-8B --out data/mine",
-    "meshwright data prepare chats.jsonl --format messages --tokenizer models/mine --out data/chats",
+    "meshwright data prepare chats.jsonl --format messages --chat-template tokenizer"
+    " --tokenizer models/mine --max-tokens 4096 --out data/chats",
+    "meshwright data prepare chats.jsonl --format messages --chat-template tokenizer"
+    " --tokenizer models/mine --out data/chats",
     "meshwright data prepare notes/ pages.jsonl.gz --tokenizer tok/ --validation-share 0.1 --out data/notes",
     "meshwright eval runs/llama",
     "meshwright plan configs/demo.toml --cluster h100 --nodes 1 --cp 2",

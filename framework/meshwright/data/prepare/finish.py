@@ -146,12 +146,7 @@ def write_indices(
         )
         splits[name], hashes[f"{name}.bin"] = measured.split, measured.sha256
         training = measured.labels if name == "train" else training
-    for file in known.files:
-        shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
-    if template is not None and template.path.name != CONFIG_FILE:
-        (work.corpus / COPY).write_text(template.texts["default"], encoding="utf-8")
-    if state.skipped:
-        shutil.copyfile(work.path / SKIPPED_FILE, work.corpus / SKIPPED_FILE)
+    _copy_side_files(work, known, template)
     draft = Fingerprint(
         files=hashes,
         splits=splits,
@@ -176,6 +171,18 @@ def write_indices(
         ),
     )
     return write_fingerprint(work.corpus, draft)
+
+
+def _copy_side_files(
+    work: WorkFolder, known: KnownTokenizer, template: ChatTemplate | None
+) -> None:
+    """Copy the tokenizer, the chat template and the list of skipped records to the corpus."""
+    for file in known.files:
+        shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
+    if template is not None and template.path.name != CONFIG_FILE:
+        (work.corpus / COPY).write_text(template.texts["default"], encoding="utf-8")
+    if work.state.skipped:
+        shutil.copyfile(work.path / SKIPPED_FILE, work.corpus / SKIPPED_FILE)
 
 
 def _first_line(path: Path) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from meshwright.data.prepare.chat.rendering import Renderer, RenderingError
 from meshwright.data.prepare.chat.spans import Conversation, SpanFinder
 from meshwright.data.prepare.chat.template import ChatTemplate
+from meshwright.system.bounded import read_text
 
 CPU_S = 60
 """CPU seconds for one record."""
@@ -139,7 +140,7 @@ class BoundedRenderer:
 
 
 def _serve(bounded: BoundedRenderer, questions: int, answers: int) -> None:
-    """Answer questions until the pipe ends."""
+    """Render what the parent sends until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the preparing process ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -191,8 +192,7 @@ def _limit(kind: int, soft: int) -> None:
 
 def _memory_bytes() -> int:
     """Return the size of this process's address space."""
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # a pipe of the kernel
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(read_text("/proc/self/statm").split()[0]) * resource.getpagesize()
 
 
 def _send(pipe: int, value: Any) -> None:

@@ -319,7 +319,7 @@ class _Search:
 
     def _before_next_prompt(self, n: int) -> int | None:
         """Return where turn ``n`` ends, by what closes it where another answer is asked for;
-        None if that cannot be told from the prompt itself.
+        None if the prompt itself does not show that.
         """
         user = [{"role": "user", "content": self.mark}]
         plain, asked = self._tried(user) or "", self._tried(user, prompts=True) or ""
