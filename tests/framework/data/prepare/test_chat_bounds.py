@@ -40,8 +40,8 @@ def opened(text: str) -> Iterator[BoundedRenderer]:
         "{{ messages.__init__.__globals__ }}",
         "{{ raise_exception.__globals__['os'].system('touch escaped') }}",
         "{{ namespace.__init__.__globals__ }}",
-        "{{ '{0.__class__}'.format(messages) }}",
-        "{{ ('{0.' ~ '__class__}').format(messages) }}",
+        "{{ '{0.__class__.x}'.format(messages) }}",
+        "{{ ('{0.' ~ '__class__.x}').format_map({'0': messages}) }}",
         "{{ dict.__base__ }}{{ dict.mro() }}",
         "{% set ns = namespace(__class__=1) %}",
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
@@ -57,7 +57,7 @@ def opened(text: str) -> Iterator[BoundedRenderer]:
 def test_no_code_is_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with opened(text) as one, pytest.raises(RenderingError):
-        one.find(TALK)
+        one.render(TALK)
     assert not list(tmp_path.iterdir())
 
 

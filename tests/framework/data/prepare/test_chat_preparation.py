@@ -351,6 +351,22 @@ def test_any_number_of_workers_and_rows_give_the_same_tokens(tmp_path: Path) -> 
     assert documents(tmp_path / "bare") == (whole.ids[1:2], whole.masks[1:2])
 
 
+def test_arguments_of_other_calls_in_a_table_are_not_written(tmp_path: Path) -> None:
+    """A column of calls has the arguments of all of them, nulls in most."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = chats.folder_of("qwen3", tmp_path)
+    records = []
+    for name in ("a", "b"):
+        call = {"type": "function", "function": {"name": "add", "arguments": {name: 1}}}
+        records.append({"messages": [turn("user", "1"), turn("assistant", "", tool_calls=[call])]})
+    prepared(tmp_path / "lines", folder, write_lines(tmp_path / "a.jsonl", records))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    prepared(tmp_path / "rows", folder, tmp_path / "a.parquet")
+    assert documents(tmp_path / "rows") == documents(tmp_path / "lines")
+
+
 def test_a_run_reads_whole_conversations_and_their_labels(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "tokenizer")
     lines = write_lines(tmp_path / "a.jsonl", [{"messages": SEVERAL}, {"messages": ONE}] * 2)
