@@ -44,7 +44,8 @@ def take_step(parts: Parts) -> StepStats:
     state = parts.state
     batch = batch_numbers(parts.config.batch, state.samples_seen)
     _begin_step(parts, batch.chunks)
-    feed = StepFeed(parts, parts.source, state.samples_seen)
+    is_balanced = parts.config.batch.balance == "work"
+    feed = StepFeed(parts, parts.source, state.samples_seen, is_balanced)
     with parts.executor.until_step(feed) as row:
         # This block is STEP. The buckets hold the gradients of the global batch, apart from what
         # weights that are tied across stages lack; the norm must see that too.

@@ -1,5 +1,5 @@
-"""Balance of attention over context-parallel ranks in the first micro-batches of a run,
-from their documents.
+"""Balance of attention over context-parallel ranks and over replicas in the first step of a start,
+from its documents.
 """
 
 from __future__ import annotations
@@ -7,11 +7,40 @@ from __future__ import annotations
 from meshwright.context_parallel.balance import batch_imbalance
 from meshwright.context_parallel.cut import STARTS
 from meshwright.context_parallel.order import ORDERS
+from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import causal_corpora
+from meshwright.data.work import by_index, deal, replica_excess
 from meshwright.parts import Parts, StepFeed
 
 MOST_SAMPLES = 8
 """Samples whose documents are read."""
+
+
+def describe_rows(parts: Parts) -> str:
+    """Return how evenly the next step's rows are dealt to the replicas, in a line; empty for a
+    single replica, or without documents.
+
+    Reads document starts of a corpus. No communication. Ignores the sliding window of a model.
+    """
+    config, source, dp = parts.config, parts.source, parts.mesh.grid.dp
+    is_even = dp == 1 or not config.data.document_boundaries
+    if is_even or not isinstance(source, CorpusSource):
+        return ""
+    size, chunks = config.batch.micro_batch_size or 1, parts.executor.schedule.chunks
+    num_rows = dp * chunks * size
+    first = parts.state.samples_seen
+    work = source.work(range(first, first + num_rows))
+    found = {
+        "index": replica_excess(work, by_index(num_rows, dp, chunks)),
+        "work": replica_excess(work, deal(work, dp, chunks, size)),
+    }
+    own = config.batch.balance
+    (other,) = found.keys() - {own}
+    return (
+        f"rows       next {num_rows} samples, by {own}: the busiest replica sees {found[own]:.1%}"
+        f" more keys of their documents than the mean (by {other} {found[other]:.1%};"
+        " batch.balance)"
+    )
 
 
 def describe_balance(parts: Parts) -> str:

@@ -70,7 +70,7 @@ from meshwright_launch.callbacks import (
     find_callbacks,
     make_callbacks,
 )
-from meshwright_launch.context_balance import describe_balance
+from meshwright_launch.context_balance import describe_balance, describe_rows
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
@@ -165,8 +165,9 @@ def _train_in(
     check_added_states(parts, directory)
     resume_or_start(parts, directory, log, callbacks.names)
     callbacks.load(parts)
-    if mesh.rank == 0 and (balance := describe_balance(parts)):
-        log(balance)
+    for line in (describe_balance(parts), describe_rows(parts)) if mesh.rank == 0 else ():
+        if line:
+            log(line)
     record_start(parts, files, corpus_times(parts.source), log)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps

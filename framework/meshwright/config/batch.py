@@ -62,7 +62,7 @@ def find_problem(batch: Batch, dp: int | None) -> str | None:
     """
     given = {
         name: value
-        for name, value in batch.model_dump(exclude={"ramp"}).items()
+        for name, value in batch.model_dump(exclude={"ramp", "balance"}).items()
         if value is not None
     }
     if len(given) < 2:
@@ -118,7 +118,7 @@ def derive(batch: Batch, dp: int) -> Batch:
                 " allowed: lower "
                 f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}",
             )
-    resolved = Batch(**derived, ramp=batch.ramp)
+    resolved = batch.model_copy(update=derived)
     if (wrong := _ramp_problem(resolved, dp)) is not None:
         raise ConfigError("MW-CONFIG-063", wrong)
     return resolved

@@ -379,7 +379,17 @@ def _start(config: RunConfig) -> str | None:
     return None
 
 
+def _balance(config: RunConfig) -> str | None:
+    if config.batch.balance == "index" or config.data.document_boundaries:
+        return None
+    return (
+        'batch.balance = "work" has no effect without data.document_boundaries = true: the rows of'
+        " a step cost all the same then; set that, or leave this out"
+    )
+
+
 RULES = (
+    Rule("MW-CONFIG-103", _balance, ("batch.balance", "data.document_boundaries")),
     Rule(
         "MW-CONFIG-102",
         _start,

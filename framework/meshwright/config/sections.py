@@ -276,6 +276,11 @@ class Batch(Section):
     """Micro-batches per replica and step (gradient accumulation)."""
     global_batch: Length | None = None
     """Samples of one step over all replicas."""
+    balance: Literal["index", "work"] = "index"
+    """Rows of a step that a replica and micro-batch gets. index: neighbours in the order of the run.
+    work: dealt so that all see about equally many keys, where documents have mixed lengths; the step
+    is the same up to rounding.
+    """
     ramp: tuple[Length, Length, Length] | None = Field(
         default=None, description="[start, increment, samples], as in [32, 32, 1000000]"
     )

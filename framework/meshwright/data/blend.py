@@ -38,6 +38,11 @@ class Blend:
         corpus, local = self._locate(number)
         return corpus.example(local)
 
+    def document_lengths(self, number: int) -> list[int]:
+        """Return the lengths of the documents in sample ``number``, counted over all corpora."""
+        corpus, local = self._locate(number)
+        return corpus.document_lengths(local)
+
     def sample(self, number: int) -> NDArray[np.int64]:
         """Return window ``number``, counted over all corpora: (S + 1,) token ids."""
         corpus, local = self._locate(number)

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data.blend import Blend
 from meshwright.data.corpus import IGNORE, Corpus
+from meshwright.data.work import keys_seen
 
 
 class CorpusSource(NamedTuple):
@@ -30,6 +32,15 @@ class CorpusSource(NamedTuple):
     def num_samples(self) -> int:
         """Samples of the corpus."""
         return self.corpus.num_samples
+
+    def work(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return the keys that the queries of these samples see, (B,); 0 past the end."""
+        numbers = [self.order(index) for index in indices]
+        seen = [
+            0 if number is None else keys_seen(self.corpus.document_lengths(number))
+            for number in numbers
+        ]
+        return np.array(seen, dtype=np.int64)
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (token ids (B, S) int64, labels (B, S) int64) of these sample indices of the run.

@@ -25,6 +25,7 @@ No torch here: `meshwright data show` reads samples too.
 
 from __future__ import annotations
 
+import itertools
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -161,6 +162,38 @@ class Corpus:
         ]
         return [path for path in paths if path.is_file()]
 
+    def document_lengths(self, number: int) -> list[int]:
+        """Return the lengths of the documents in sample ``number``, padding last, without reading a
+        token: attention and positions restart at each.
+        """
+        length = self.sequence_length
+        if not self.document_boundaries:
+            return [length]
+        if self.packed is None:
+            places = self._starts_inside(number * length)
+        else:
+            first, last = self.packed.firsts[number], self.packed.firsts[number + 1]
+            begins = self.documents.starts_from(first, last - first)
+            ends = np.append(begins[1:], self.documents.start(last))
+            places = np.minimum(ends - begins, length).cumsum().tolist()
+        bounds = sorted({0, *(place for place in places if place < length), length})
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def _starts_inside(self, start: int) -> list[int]:
+        """Return the places in the window from token ``start`` on at which documents begin, without
+        the first token and with the one behind the last.
+        """
+        found: list[int] = []
+        document = self.documents.at(start) + 1
+        while document < len(self.documents):
+            place = self.documents.start(document) - start
+            if place > self.sequence_length:
+                break
+            if place > 0:
+                found.append(place)
+            document += 1
+        return found
+
     def example(self, number: int) -> CorpusExample:
         """Return sample ``number``: tokens, labels, and the starts of documents."""
         if self.packed is None:
@@ -178,15 +211,9 @@ class Corpus:
         if self.eod_mask_loss:
             labels[tokens == self.eod_id] = IGNORE
         if self.document_boundaries:
-            document = self.documents.at(start) + 1
-            while (
-                document < len(self.documents)
-                and (begin := self.documents.start(document)) <= start + length
-            ):
-                if begin > start:
-                    labels[begin - start - 1] = IGNORE
-                    starts[begin - start :][:1] = True
-                document += 1
+            for place in self._starts_inside(start):
+                labels[place - 1] = IGNORE
+                starts[place:][:1] = True
         return CorpusExample(tokens, labels, starts)
 
     def _whole_documents(self, number: int, packed: DocumentPacking) -> CorpusExample:

@@ -7,12 +7,13 @@ step      StepStats      the numbers of one optimizer step, the same on every ra
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.config.batch import validation_steps
+from meshwright.data.work import Dealt, WeighedSource, deal
 from meshwright.model.buffers import StepState
 from meshwright.optimizer import LossScale, add_state
 from meshwright.parameters import DTYPES
@@ -99,14 +101,30 @@ class StepFeed:
     samples_seen on. Micro-batch m of data-parallel rank dp_rank is the block of micro_batch_size
     indices that starts at samples_seen + (dp_rank x chunks + m) x micro_batch_size. This formula is nowhere
     else. Sources are read by index, so the layout does not matter, and a resume needs one number.
+    With ``batch.balance = "work"`` the same indices are dealt by data/work.py.
     """
 
     parts: ForwardParts
     source: Source
     samples_seen: int
+    is_balanced: bool = False
+    """True: by the work of the samples."""
 
-    def indices(self, m: int) -> range:
+    @functools.cached_property
+    def _dealt(self) -> Dealt:
+        """The whole step's deal. Without communication: every rank reads the same documents."""
+        size, chunks = self.parts.config.batch.micro_batch_size, self.parts.executor.schedule.chunks
+        dp = self.parts.mesh.grid.dp
+        assert size is not None
+        rows = range(self.samples_seen, self.samples_seen + dp * chunks * size)
+        source = cast(WeighedSource, self.source)
+        return deal(source.work(rows), dp, chunks, size)
+
+    def indices(self, m: int) -> Sequence[int]:
         """Return the sample indices of micro-batch ``m``: see NOTE [sample indices]."""
+        if self.is_balanced:
+            rows = self._dealt[self.parts.mesh.at.dp_rank, m]
+            return [self.samples_seen + int(row) for row in rows]
         micro_batch_size = self.parts.config.batch.micro_batch_size
         # of this step's batch: take_step sets the schedule first, in a batch-size ramp
         chunks = self.parts.executor.schedule.chunks
@@ -136,8 +154,10 @@ class StepFeed:
 
     def sample_indices(self, m: int) -> Tensor:
         """Return :meth:`indices` as (B,) int64 on the device."""
-        indices = self.indices(m)
-        return torch.arange(indices.start, indices.stop, device=self.parts.mesh.device)
+        indices, device = self.indices(m), self.parts.mesh.device
+        if isinstance(indices, range):  # made on the device, without a copy
+            return torch.arange(indices.start, indices.stop, device=device)
+        return torch.tensor(indices, device=device)
 
 
 @dataclass

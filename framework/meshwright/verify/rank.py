@@ -8,15 +8,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.build import build
 from meshwright.config import RunConfig, batch_numbers, parse
 from meshwright.data.sources import Source, example, open_sources
+from meshwright.data.work import WeighedSource
 from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
@@ -121,6 +124,10 @@ class RecordingSource:
                 tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row]
             )
         return inputs, labels
+
+    def work(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return the work of these samples, which records nothing."""
+        return cast(WeighedSource, self.source).work(indices)
 
 
 def run_layout(

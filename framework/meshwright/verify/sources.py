@@ -4,16 +4,21 @@ with unevenly ignored labels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from meshwright.context_parallel.cut import STARTS
 from meshwright.data.sources import Source, span_corruption_sampler
+from meshwright.data.work import keys_seen
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import derive
 
@@ -44,6 +49,15 @@ class VerifySource(NamedTuple):
             elif index % 8 in (1, 2, 7):
                 labels[row] = IGNORED_LABEL
         return default_collate([row[0] for row in rows]), labels
+
+    def work(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return the keys that the queries of these samples see, (B,)."""
+        found = []
+        for index in indices:
+            starts = self.sample(index)[0][STARTS]
+            places = [*starts.nonzero().flatten().tolist(), len(starts)]
+            found.append(keys_seen(b - a for a, b in itertools.pairwise(places)))
+        return np.array(found, dtype=np.int64)
 
 
 def random_sample(
