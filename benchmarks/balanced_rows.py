@@ -1,6 +1,6 @@
 """Steps whose rows are dealt by work, beside rows by index, on documents of mixed length.
 
-    python benchmarks/balanced_rows.py [--dp N] [--length N] [--steps N] [--repeats N]
+    python benchmarks/balanced_rows.py [--dp N] [--chunks N] [--length N] [--steps N] [--repeats N]
 
 A corpus of random tokens (seed 0): lognormal documents, median ``length / 16``, with a long tail. The same
 configuration trains in turns, index work, work index, ...; each run is a process of its own. A ratio
@@ -33,7 +33,7 @@ from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.order import SampleOrder
 from meshwright.data.work import by_index, deal, replica_excess
 
-VOCAB, SEED, CHUNKS = 256, 1234, 8
+VOCAB, SEED = 256, 1234
 WARMUP = 2
 CONFIG = """
 [run]
@@ -95,15 +95,15 @@ def train(config: str, folder: Path, balance: str) -> tuple[float, list[float]]:
     return statistics.median(times), [record["train/loss"] for record in records]
 
 
-def excesses(prefix: Path, length: int, dp: int, steps: int) -> dict[str, float]:
+def excesses(prefix: Path, length: int, dp: int, chunks: int, steps: int) -> dict[str, float]:
     """Return the mean excess of the busiest replica's keys, by way of dealing."""
     corpus = Corpus(prefix, length, rules=DocumentRules(boundaries=True))
     source = CorpusSource(corpus, SampleOrder(corpus.num_samples, SEED))
-    rows, found = dp * CHUNKS, {"index": 0.0, "work": 0.0}
+    rows, found = dp * chunks, {"index": 0.0, "work": 0.0}
     for step in range(WARMUP, steps):
         work = source.work(range(step * rows, (step + 1) * rows))
-        found["index"] += replica_excess(work, by_index(rows, dp, CHUNKS))
-        found["work"] += replica_excess(work, deal(work, dp, CHUNKS, 1))
+        found["index"] += replica_excess(work, by_index(rows, dp, chunks))
+        found["work"] += replica_excess(work, deal(work, dp, chunks, 1))
     return {name: total / (steps - WARMUP) for name, total in found.items()}
 
 
@@ -111,6 +111,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=4)
@@ -118,7 +119,7 @@ def main() -> int:
     ratios, worst = [], 0.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prefix, rows = folder / "mixed", options.dp * CHUNKS
+        prefix, rows = folder / "mixed", options.dp * options.chunks
         write_corpus(prefix, options.length, options.length * rows * (options.steps + 2))
         for repeat in range(options.repeats):
             times: dict[str, float] = {}
@@ -141,7 +142,7 @@ def main() -> int:
             worst = max(worst, *(abs(a - b) / abs(a) for a, b in pairs))
             ratios.append(times["work"] / times["index"])
             print(f"index {times['index']:.3f} s  work {times['work']:.3f} s  {ratios[-1]:.3f}")
-        found = excesses(prefix, options.length, options.dp, options.steps)
+        found = excesses(prefix, options.length, options.dp, options.chunks, options.steps)
     print(
         f"keys of the busiest of {options.dp} replicas over the mean: by index"
         f" {found['index']:.1%}, by work {found['work']:.1%}\n"
