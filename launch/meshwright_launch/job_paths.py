@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.config import RunConfig
 from meshwright.config.functions import directory_of
 from meshwright.config.sections import WeightedCorpus
+from meshwright.run.directory import AT_STEP
 from meshwright.terminal.output import abridge
 
 DATASETS = "meshwright.data.huggingface:build"
@@ -55,6 +56,10 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key, path in others.items() if path)
     for name, each in config.data.validation_sets.items():
         yield f"data.validation{name and f'.{name}'}", each.path
+    for given in config.run.starts:
+        at_step = AT_STEP.fullmatch(given)
+        is_step = at_step is not None and not _is_there(given)
+        yield "run.start", at_step["run"] if is_step and at_step is not None else given
 
 
 def _corpora(key: str, train: str | list[WeightedCorpus]) -> Iterator[tuple[str, str]]:

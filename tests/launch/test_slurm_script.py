@@ -441,6 +441,7 @@ def test_a_path_that_is_not_there_is_a_warning(
         "data.validation": "gone",
         "data.tokenizer": "gone.json",
         "model.builder": "hf:gone",
+        "run.start": "gone@9000",
     }.items():
         assert main([*words, *there, f"--{key.removesuffix('.path')}={path}"]) == 0
         [warning] = [

@@ -35,7 +35,7 @@ def keys_seen(lengths: Iterable[int]) -> int:
 
 
 def deal(work: NDArray[np.int64], dp: int, chunks: int, micro_batch_size: int) -> Dealt:
-    """Deal the rows of a global batch to micro-batches, and these to replicas.
+    """Assign the rows of a global batch to micro-batches, and these to replicas.
 
     Micro-batches depend on ``dp x chunks`` alone, not on each: every layout has the same ones.
 

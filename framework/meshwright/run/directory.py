@@ -5,6 +5,7 @@ No torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,6 +37,8 @@ STATUS = "status.json"
 """Heartbeats of all ranks."""
 MANIFEST = "manifest.json"
 """File that marks a checkpoint."""
+AT_STEP = re.compile(r"(?P<run>.+)@(?P<step>\d{1,18})", flags=re.ASCII)
+"""``run.start`` with the step of a checkpoint, as in ``runs/base@9000``."""
 RUNS = Path("runs")
 """Default parent directory of runs."""
 

@@ -25,12 +25,10 @@ from meshwright.config.functions import current_name
 from meshwright.config.schemes import is_scheme
 from meshwright.errors import CheckpointError
 from meshwright.model.builder import call_scheme
-from meshwright.run.directory import is_checkpoint, is_run
+from meshwright.run.directory import AT_STEP, is_checkpoint, is_run
 
 Shape = tuple[int, ...]
 
-AT_STEP = re.compile(r"(?P<run>.+)@(?P<step>\d{1,18})", flags=re.ASCII)
-"""``run.start`` with the step of a checkpoint."""
 TOKENIZER = re.compile(r"(^|: )tokenizer\b")
 """Names in a data fingerprint that have the hash of a tokenizer."""
 HUGGING_FACE_FILES = ("config.json", "adapter_config.json")
