@@ -131,7 +131,7 @@ class Ours:
             for section, keys in changes.items()
         }
         self.mesh = open_mesh(Grid(pp=pp, dp=dp, tp=tp), "cpu")
-        self.parts = build(config.model_copy(update=update), self.mesh, (Samples(), None))
+        self.parts = build(config.model_copy(update=update), self.mesh, (Samples(), {}))
 
     def step(self) -> Shown:
         """Take the framework's own step."""

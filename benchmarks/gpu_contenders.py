@@ -115,7 +115,7 @@ def build_on_device(config: RunConfig, mesh: Mesh, job: Job) -> Parts:
     blueprint = draw_blueprint(config, mesh.tp)
     model = DrawnOnDevice(**vars(blueprint.model))
     model.device = mesh.device
-    return build(config, mesh, (Tokens(job), None), replace(blueprint, model=model))
+    return build(config, mesh, (Tokens(job), {}), replace(blueprint, model=model))
 
 
 class Ours:

@@ -151,7 +151,7 @@ class Ours:
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
         config = config_of(job, device.type, compiled=compiled)
-        self.parts = build(config, open_mesh(Grid(), device.type), (Tokens(job), None))
+        self.parts = build(config, open_mesh(Grid(), device.type), (Tokens(job), {}))
 
     def step(self) -> float:
         """Take the framework's own step; return its loss."""

@@ -179,7 +179,7 @@ def saves(
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"options": options})}
     )
-    parts = build(config, open_mesh(Grid(pp=world_size), "cpu"), (Samples(), None))
+    parts = build(config, open_mesh(Grid(pp=world_size), "cpu"), (Samples(), {}))
     saver = Saver(parts, Path(directory), lambda text: None)
     found = []
     for _ in range(num_saves + 1):  # the first warms up

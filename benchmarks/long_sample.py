@@ -90,7 +90,7 @@ def measure(rank: int, world_size: int, config_json: str, document: int) -> int:
     config = parse(config_json)
     with Observer() as observer:
         source = Documents(config.data.sequence_length, document)
-        parts = build(config, open_mesh(grid_of(config.parallel), "cpu"), (source, None))
+        parts = build(config, open_mesh(grid_of(config.parallel), "cpu"), (source, {}))
         take_step(parts)
         for replica in parts.replicas.values():
             replica.wait_for_weights()

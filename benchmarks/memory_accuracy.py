@@ -226,7 +226,7 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
     config = parse(config_json)
     feed = RandomSource(config)
     with Observer() as observer:
-        parts = build(config, open_mesh(grid_of(config.parallel), "cpu"), (feed, None))
+        parts = build(config, open_mesh(grid_of(config.parallel), "cpu"), (feed, {}))
         for _ in range(2):
             take_step(parts)
             for replica in parts.replicas.values():

@@ -103,7 +103,7 @@ def config_of(layout: dict[str, Any]) -> RunConfig:
 def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[float]:
     """Return the seconds of each step after one that warms up."""
     mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu")
-    parts = build(config, mesh, (Samples(), None))
+    parts = build(config, mesh, (Samples(), {}))
     found = []
     for _ in range(steps + 1):
         mesh.world.barrier()

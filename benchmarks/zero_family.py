@@ -222,7 +222,7 @@ def measure_memory(rank: int, world_size: int, layout: Layout) -> RankMemory:
         parts = build(
             config,
             open_mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp), "cpu"),
-            (ShortSamples(), None),
+            (ShortSamples(), {}),
         )
         for _ in range(2):
             _step(parts)
@@ -335,7 +335,7 @@ def measure_wire(rank: int, world_size: int, layout: Layout) -> WireBytes:
     """Measure this rank's bytes on the wire in a step, after one that warms up."""
     with Observer() as observer:
         mesh = open_mesh(Grid(pp=layout.pp, dp=layout.dp, tp=layout.tp), "cpu")
-        parts = build(config_for(layout, "float32"), mesh, (Samples(), None))
+        parts = build(config_for(layout, "float32"), mesh, (Samples(), {}))
         _step(parts)
         mesh.traffic.reset()
         observer.restart()
@@ -529,7 +529,7 @@ class LargeOurs(Ours):
         self.parts = build(
             config.model_copy(update={"model": model, "parallel": parallel}),
             mesh,
-            (Samples(), None),
+            (Samples(), {}),
         )
 
 

@@ -126,7 +126,7 @@ def observe(rank: int, world_size: int, config_json: str) -> dict[str, list[str]
     """Return the lines of one rank, by section. The second step: the first may send things once."""
     config = parse(config_json)
     mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu", ep_across_nodes=True)
-    parts = build(config, mesh, (open_verify_source(config, True), None))
+    parts = build(config, mesh, (open_verify_source(config, True), {}))
     found: dict[str, list[str]] = {}
     take_step(parts)
     _wait(parts)

@@ -46,7 +46,7 @@ def parts_of(config: RunConfig) -> Parts:
     mesh = open_mesh(
         Grid.of(parallel.degrees), config.train.device, share_devices=config.launch.share_devices
     )
-    return build(config, mesh, (open_verify_source(config, random_tokens=True), None))
+    return build(config, mesh, (open_verify_source(config, random_tokens=True), {}))
 
 
 def dropout_mask(

@@ -222,7 +222,7 @@ def placed(case: Case) -> str:
     lines: list[str] = []
     for rank in range(0, grid.size, grid.size // grid.pp):
         with fake_mesh(grid, rank) as mesh:
-            parts = build(config, mesh, (open_verify_source(config, True), None))
+            parts = build(config, mesh, (open_verify_source(config, True), {}))
             for stage in parts.executor.stages.values():
                 lines += _of_stage(stage, classes)
     return "".join(f"{line}\n" for line in lines)

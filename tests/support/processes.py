@@ -82,7 +82,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
     config = parse(config_json)
     with Live() as live:
         parts = build(
-            config, open_mesh(Grid.of(config.parallel.degrees), "cpu"), (Feed(config), None)
+            config, open_mesh(Grid.of(config.parallel.degrees), "cpu"), (Feed(config), {})
         )
         for _ in range(2):
             take_step(parts)

@@ -26,6 +26,7 @@ from meshwright.data.fingerprint import sampled_sha256
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.run.weight_source import Shape, WeightSource, settings_of
+from meshwright.system.bounded import read_bytes
 from meshwright_interop.huggingface.adapters import TENSORS
 from meshwright_interop.huggingface.convert.families import (
     FAMILIES,
@@ -107,7 +108,7 @@ def _digest(directory: Path, source: SafetensorsDirectory) -> str:
         total.update(f"{file.name} {file.stat().st_size} {sampled_sha256(file)}\n".encode())
     for name in (CONFIG, ADAPTER):
         if (directory / name).is_file():
-            total.update((directory / name).read_bytes())
+            total.update(read_bytes(directory / name))
     return total.hexdigest()
 
 

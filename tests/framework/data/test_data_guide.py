@@ -40,7 +40,7 @@ def test_the_first_commands(tmp_path: Path) -> None:
 def test_the_tables(tmp_path: Path) -> None:
     """Each block of TOML, with a batch, is a configuration that loads."""
     blocks = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         rest = (
             '[data]\ntrain = "x"\n'

@@ -72,7 +72,7 @@ def after_a_step(rank: int, world_size: int, config_json: str) -> Held:
     """Run one step of a rank."""
     config = parse(config_json)
     mesh = open_mesh(Grid(dp=world_size), "cpu")
-    parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
+    parts = build(config, mesh, (open_verify_source(config, random_tokens=True), {}))
     [replica] = parts.replicas.values()
     before = [full_weights(bucket).clone() for bucket in replica.frozen_shards]
     take_step(parts)

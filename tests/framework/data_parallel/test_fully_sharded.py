@@ -89,7 +89,7 @@ def gradients(
     """
     config = parse(config_json)
     parts = build(
-        config, open_mesh(Grid(pp=2, dp=2), "cpu"), (open_verify_source(config, True), None)
+        config, open_mesh(Grid(pp=2, dp=2), "cpu"), (open_verify_source(config, True), {})
     )
     [replica], [stage] = parts.replicas.values(), parts.executor.stages.values()
     assert isinstance(replica, FullyShardedReplica)
@@ -150,7 +150,7 @@ def gathered(rank: int, world_size: int, config_json: str) -> Gathered:
     parts = build(
         config,
         open_mesh(Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp), "cpu"),
-        (open_verify_source(config, True), None),
+        (open_verify_source(config, True), {}),
     )
     [replica] = parts.replicas.values()
     units: list[Any] = list(replica.fsdp.units())  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def built(rank: int, world_size: int, config_json: str, steps: int) -> str:
         parts = build(
             config,
             open_mesh(Grid(dp=world_size), "cpu"),
-            (open_verify_source(config, True), None),
+            (open_verify_source(config, True), {}),
         )
         for _ in range(steps):
             take_step(parts)

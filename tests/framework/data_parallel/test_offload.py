@@ -40,7 +40,7 @@ def built(config_json: str) -> Parts:
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
     mesh = open_mesh(Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp), "cpu")
-    return build(config, mesh, (open_verify_source(config, True), None))
+    return build(config, mesh, (open_verify_source(config, True), {}))
 
 
 def trained(

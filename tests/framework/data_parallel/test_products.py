@@ -142,7 +142,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
         patch.object(products_module, "add_product", counted),
     ):
         mesh = open_mesh(Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp), config.train.device)
-        parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
+        parts = build(config, mesh, (open_verify_source(config, random_tokens=True), {}))
         stats = [take_step(parts) for _ in range(2)]
     return Trained([each.loss for each in stats], [each.grad_norm for each in stats], num_products)
 

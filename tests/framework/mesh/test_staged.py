@@ -44,7 +44,7 @@ def losses(rank: int, world_size: int, text: str, stages: bool) -> list[float]:
     found = parse(text)
     mesh = open_mesh(Grid.of(found.parallel.degrees), "cpu", share_devices=True)
     mesh.pp.stages_messages = stages
-    parts = build(found, mesh, (open_verify_source(found, random_tokens=True), None))
+    parts = build(found, mesh, (open_verify_source(found, random_tokens=True), {}))
     taken = [take_step(parts).loss for _ in range(3)]
     close_mesh(mesh)
     return taken

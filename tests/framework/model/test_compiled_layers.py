@@ -53,7 +53,7 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
     torch._dynamo.reset()
     counters.clear()
     mesh = open_mesh(Grid.of(config.parallel.degrees), config.train.device)
-    parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
+    parts = build(config, mesh, (open_verify_source(config, random_tokens=True), {}))
     found = Trained([], [], [])
     for _ in range(STEPS):
         stats = take_step(parts)

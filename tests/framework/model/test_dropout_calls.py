@@ -83,7 +83,7 @@ def gradients(layout: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     config = layout_config(
         config_of(f"{__name__}:often", {}, 6), parse_layout(layout), 4, "float64"
     )
-    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), None))
+    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), {}))
     initial = {name: parts.blueprint.model.initial(name).double() for name in parts.blueprint.infos}
     for replica in parts.replicas.values():
         replica.begin_step()

@@ -58,7 +58,7 @@ def drawn(
         mock.patch.object(PlainModel, "initial", counted),
         mock.patch.object(shared_draw, "SHARED_FROM", shared_from),
     ):
-        parts = build(found, mesh, (open_verify_source(found, random_tokens=True), None))
+        parts = build(found, mesh, (open_verify_source(found, random_tokens=True), {}))
     weights = {}
     for stage in parts.executor.stages.values():
         for name, parameter in stage.layers.named_parameters():

@@ -149,7 +149,7 @@ def test_the_rate_after_skipped_steps(name: str, counts_skipped: bool) -> None:
         optimizer={"name": name, "schedule": "constant", "learning_rate": 1e-2, "warmup_steps": 10}
     )
     config = layout_config(config, parse_layout(""), 4, "float64")
-    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), None))
+    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), {}))
     assert take_step(parts).learning_rate == pytest.approx(1e-3)
     parts.state.step += 3  # as after three skipped ones
     stats = take_step(parts)

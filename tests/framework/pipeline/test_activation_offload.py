@@ -56,7 +56,7 @@ def trained(model: str, layout: Layout, sections: dict[str, Any]) -> Tensor:
     parts = build(
         config,
         open_mesh(Grid(), "cpu"),
-        (open_verify_source(config, random_tokens=True), None),
+        (open_verify_source(config, random_tokens=True), {}),
     )
     for _ in range(2):
         take_step(parts)

@@ -46,7 +46,7 @@ def calls_of_a_step(rank: int, world_size: int, text: str) -> dict[str, int]:
     parts = build(
         config,
         open_mesh(Grid.of(config.parallel.degrees), "cpu"),
-        (open_verify_source(config, True), None),
+        (open_verify_source(config, True), {}),
     )
     found: Counter[str] = Counter()
 

@@ -73,7 +73,7 @@ def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
     found = []
     for text in configs:
         config = parse(text)
-        parts = build(config, mesh, (open_verify_source(config, True), None))
+        parts = build(config, mesh, (open_verify_source(config, True), {}))
         saved = SavedBytes(parts)
         take_step(parts)
         schedule = parts.blueprint.schedule

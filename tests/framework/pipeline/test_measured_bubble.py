@@ -33,7 +33,7 @@ def measured(rank: int, world_size: int, configs: list[str]) -> list[tuple[float
     found = []
     for text in configs:
         config = parse(text)
-        parts = build(config, mesh, (open_verify_source(config, True), None))
+        parts = build(config, mesh, (open_verify_source(config, True), {}))
         timeline = simulate(parts.blueprint.schedule, Costs(f=1.0, b=2.0))
         spans = [
             span

@@ -37,7 +37,7 @@ class WithOneBad(NamedTuple):
 
 def one_step(rank: int, world_size: int, config_json: str, part: str, value: int) -> float:
     config, mesh = opened(config_json)
-    parts = build(config, mesh, (WithOneBad(open_verify_source(config, True), part, value), None))
+    parts = build(config, mesh, (WithOneBad(open_verify_source(config, True), part, value), {}))
     return take_step(parts).loss
 
 

@@ -71,7 +71,7 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
     if layers is not None:
         pipeline = config.pipeline.model_copy(update={"recompute_layers": layers})
         config = config.model_copy(update={"pipeline": pipeline})
-    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), None))
+    parts = build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), {}))
     stage = parts.executor.stages[0]
     kept = KeptBytes([stage.layers])
     loss = stage.loss
@@ -221,4 +221,4 @@ def test_a_model_that_does_not_say_what_is_cheap() -> None:
         "float32",
     )
     with raises("MW-PIPELINE-006"):
-        build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), None))
+        build(config, open_mesh(Grid(), "cpu"), (open_verify_source(config, True), {}))

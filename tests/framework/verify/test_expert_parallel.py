@@ -120,7 +120,7 @@ def elements_at_rest(rank: int, world_size: int, config_json: str) -> tuple[int,
     config = parse(config_json)
     mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu", ep_across_nodes=True)
     source = open_verify_source(config, True)
-    (replica,) = meshwright.build.build(config, mesh, (source, None)).replicas.values()
+    (replica,) = meshwright.build.build(config, mesh, (source, {})).replicas.values()
     sizes = {True: 0, False: 0}
     for bucket in replica.buckets:
         sizes[bucket.slots[0].member.info.sliced_over == "ep"] += (

@@ -338,7 +338,9 @@ def feed_later(patch: pytest.MonkeyPatch, by: Callable[[Any], int]) -> None:
     feed = StepFeed
     for module in (meshwright.step, meshwright.parts.rank):
         patch.setattr(
-            module, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + by(parts))
+            module,
+            "StepFeed",
+            lambda parts, source, seen, *more: feed(parts, source, seen + by(parts), *more),
         )
 
 
@@ -351,6 +353,7 @@ def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
             indices(feed, m),
             batch_numbers(feed.parts.config.batch).global_batch // feed.parts.mesh.grid.dp,
         )
+        assert isinstance(found, range)
         before = feed.parts.mesh.at.dp_rank * per_replica
         return range(found.start - before, found.stop - before)
 

@@ -102,7 +102,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
     config = parse(config_json)
     parallel = config.parallel
     mesh = open_mesh(Grid.of(parallel.degrees), "cpu")
-    parts = build(config, mesh, (open_verify_source(config, True), None))
+    parts = build(config, mesh, (open_verify_source(config, True), {}))
     take_step(parts)
     for replica in parts.replicas.values():
         replica.wait_for_weights()

@@ -72,7 +72,7 @@ def opened(config_json: str) -> tuple[RunConfig, Mesh]:
 
 def parts_for(config: RunConfig, mesh: Mesh) -> Parts:
     """This rank's parts, on random tokens."""
-    return build(config, mesh, (open_verify_source(config, True), None))
+    return build(config, mesh, (open_verify_source(config, True), {}))
 
 
 def spoil(parts: Parts, spec: Spoil) -> Callable[[], None]:
