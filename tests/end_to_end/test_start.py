@@ -231,7 +231,7 @@ def test_a_killed_start_begins_again_with_the_same_weights(
 
     shutil.rmtree(source)
     longer = config.replace(train={"steps": 4})
-    assert "is not read again" in train(pool, longer)
+    assert "is not read: the run has" in train(pool, longer)
 
 
 def test_weights_that_change_under_a_start_are_refused(
@@ -252,6 +252,15 @@ def test_weights_that_change_under_a_start_are_refused(
     record.write_text("{")
     for message, code in pool.run(refused_rank, 2, config):
         assert "MW-RUN-041" in message and code == 2
+    record.write_text(text.replace(digest, ""))  # no digest would be no comparison
+    for message, code in pool.run(refused_rank, 2, config):
+        assert "MW-RUN-041" in message and code == 2
+    record.write_text(text)
+    shutil.rmtree(source / "checkpoints/step-00000003")  # as by keep_last: an older one is left
+    for message, code in pool.run(refused_rank, 2, config):
+        assert "MW-RUN-060" in message and START in message and code == 2
+    with pytest.raises(UserError, check=has_code("MW-RUN-060")):
+        check(config, 2)
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2,zero3", "dp2,tp2"])
@@ -354,12 +363,59 @@ def test_adapters_beside_the_weights_of_a_run(
     with pytest.raises(UserError, match="alpha / rank = 2", check=has_code("MW-RUN-047")):
         check(louder, 2)
 
+    without = next_run.replace(
+        run={"name": "without", "start_unused": ["*lora*"]},
+        adapter={"rank": 0, "alpha": None, "targets": []},
+    )
+    held_alone = held(pool, without, tmp_path / "without")
+    assert not any("lora" in name for name in held_alone)
+    half = next_run.replace(run={"name": "half"}, train={"dtype": "float16"})
+    assert held(
+        pool, half, tmp_path / "half"
+    )  # its base comes with it: two roundings are no other base
+    others = next_run.replace(
+        run={"name": "others", "start_new": ["*lora*"], "start_unused": ["*lora*"]},
+        adapter={"rank": 3, "alpha": 1.0, "targets": ["block*.mlp.*"]},
+    )
+    assert held(pool, others, tmp_path / "others")
+
+
+def test_what_grows_is_the_vocabulary(
+    sources: Sources, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Not the positions, although they may become as many."""
+    source = sources["gpt2-float32"]
+    for name, options in (
+        ("positions", {"max_sequence_length": 301}),
+        ("both", {"max_sequence_length": 311, "vocab_size": 311}),
+    ):
+        model = {"options": source.model.options | options, "grow_vocabulary": True}
+        config = started(source, corpus, tmp_path, "", run={"name": name}, model=model)
+        with pytest.raises(UserError, match="positions", check=has_code("MW-RUN-052")):
+            check(config, 1)
+
+
+def test_a_run_does_not_start_from_itself(sources: Sources, corpus: Path, tmp_path: Path) -> None:
+    source = sources["gpt2-float32"]
+    directory = run_directory(source.run)
+    copy = tmp_path / "run"
+    shutil.copytree(directory, copy)
+    start_of_itself = started(source, corpus, tmp_path, "pp2", run={"start": str(copy)})
+    # of a run with checkpoints it is not read; without any there is nothing in it
+    check(start_of_itself, 2)
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(UserError, check=has_code("MW-RUN-042")):
+        check(start_of_itself, 2)
+
 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
         ({"run": {"start": "nowhere"}}, "MW-RUN-045"),
         ({"run": {"start": "SOURCE@1"}}, "MW-RUN-043"),
+        ({"run": {"start": "~nobody-of-this-name/x"}}, "MW-RUN-063"),
+        ({"run": {"start": "SOURCE@"}}, "MW-RUN-045"),
+        ({"model": {"grow_vocabulary": True}}, "MW-RUN-061"),
         ({"run": {"start": ["SOURCE", "SOURCE@2"]}}, "MW-RUN-050"),
         ({"model": {"options": LLAMA | {"ffn_size": 64}}}, "MW-RUN-052"),
         ({"model": {"options": LLAMA | {"num_layers": 4}}}, "MW-RUN-051"),

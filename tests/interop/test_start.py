@@ -5,6 +5,7 @@ adapters beside a base.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ from meshwright.run.directory import run_directory
 from meshwright_interop.huggingface.convert.importing import import_model
 from meshwright_launch.pool import RankPool
 from meshwright_launch.work import check
-from tests.end_to_end.driving import changed, layout, run_config, size, tensors, train
+from tests.end_to_end.driving import (
+    changed,
+    layout,
+    refused_rank,
+    run_config,
+    size,
+    tensors,
+    train,
+)
 from tests.end_to_end.test_start import start_rank
 from tests.interop.adapters.test_fused import PREFIX, drawn, peft_files
 from tests.interop.huggingface import theirs
@@ -144,6 +153,68 @@ def test_adapters_of_peft_beside_the_base_of_a_directory(
     fewer = changed(config, adapter={"targets": ["*.self_attn.*_proj"]})
     with pytest.raises(UserError, check=has_code("MW-RUN-054")):
         check(fewer, size(fewer))
+
+    drawn_base = changed(config, model={"options": {"weights": False}}, run={"name": "drawn"})
+    with pytest.raises(UserError, check=has_code("MW-RUN-051")):
+        check(drawn_base, size(drawn_base))
+
+
+def test_the_base_of_a_start_stays_in_the_checkpoints(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Also when ``run.start`` is left out of a resume: that is refused, since later checkpoints
+    would lack it.
+    """
+    first = directory("llama", tmp_path / "first", weights=True)
+    other = directory("llama", tmp_path / "other", weights=True)
+    scaled = {name: weight * 1.25 for name, weight in files(other).items()}
+    save_file(scaled, other / "model.safetensors", {"format": "pt"})
+    config = started(
+        corpus,
+        tmp_path,
+        {"builder": f"hf:{first}", "options": {}},
+        "dp2",
+        run={"start": str(other)},
+        adapter={"rank": 2, "targets": ["*.self_attn.q_proj"]},
+        train={"steps": 1},
+    )
+    train(pool, config)
+    without = changed(config, run={"start": None}, train={"steps": 2})
+    for message, code in pool.run(refused_rank, 2, without):
+        assert "run.start" in message and "MW-RUN-016" in message and code == 2
+    shutil.rmtree(other)
+    longer = changed(config, train={"steps": 2})
+    train(pool, longer)
+    held_base = tensors(run_directory(longer.run))["weights/block0.layer.mlp.up_proj.weight"]
+    assert torch.equal(held_base, scaled["model.layers.0.mlp.up_proj.weight"].float())
+
+
+def test_the_scale_of_rslora_is_one_that_can_be_set(corpus: Path, tmp_path: Path) -> None:
+    base = directory("llama", tmp_path / "base", weights=True)
+    adapter = peft_files(tmp_path / "peft", drawn(), use_rslora=True)
+    settings = {"rank": 2, "targets": ["*.self_attn.*_proj", "*.mlp.*_proj", "*embed_tokens"]}
+    model = {"builder": f"hf:{base}", "options": {}}
+    config = started(corpus, tmp_path, model, "", run={"start": str(adapter)}, adapter=settings)
+    with pytest.raises(UserError, check=has_code("MW-RUN-047")) as refused:
+        check(config, 1)
+    alpha = float(str(refused.value).split("adapter.alpha = ")[1].split()[0])
+    check(changed(config, adapter={"alpha": alpha}), 1)
+
+
+def test_a_model_with_dropout_by_default(
+    written: Callable[..., Written], corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Whose dropouts the run's model has off: its weights are read all the same."""
+    path, _ = written("gpt2")
+    fields = json.loads((path / "config.json").read_text())
+    other = tmp_path / "with-dropout"
+    shutil.copytree(path, other)
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
+    (other / "config.json").write_text(json.dumps(fields | drops))
+    options = dict.fromkeys((*drops, "summary_first_dropout"), 0.0)
+    model = {"builder": f"hf:{other}", "options": options}
+    config = started(corpus, tmp_path, model, "", run={"start": str(other)})
+    assert held(pool, config, tmp_path / "again")
 
 
 def files_of_adapter(path: Path) -> dict[str, Tensor]:

@@ -40,9 +40,10 @@ from meshwright_interop.huggingface.convert.opening import (
     open_model,
 )
 from meshwright_interop.huggingface.convert.weights import open_weights
-from meshwright_interop.huggingface.files import ADAPTER, CONFIG, DTYPES, read_config, read_json
+from meshwright_interop.huggingface.files import ADAPTER, CONFIG, read_config, read_json
 from meshwright_interop.huggingface.peft_files import settings_of as peft_settings_of
 from meshwright_interop.huggingface.peft_import import Base, fuse_factors, read_factors
+from meshwright_interop.huggingface.restructure.directory import vocabulary
 from meshwright_interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
 from meshwright_interop.huggingface.rules import TensorMapping, unchanged
 from meshwright_interop.huggingface.source import SafetensorsDirectory, open_source
@@ -88,12 +89,14 @@ def _source(
     tensors: _Tensors,
     notes: tuple[str, ...] = (),
 ) -> WeightSource:
+    has_config = (directory / CONFIG).is_file()
     return WeightSource(
         place=str(directory),
         digest=_digest(directory, source),
         shapes=tensors.shapes,
         read_box=tensors.read_box,
         settings=settings,
+        vocab_size=vocabulary(str(directory)) if has_config else None,
         notes=notes,
     )
 
@@ -118,7 +121,7 @@ def _box(whole: Tensor, offset: Shape, shape: Shape) -> Tensor:
 
 def _as_they_are(source: SafetensorsDirectory) -> _Tensors:
     """Return the tensors of the files under the names of transformers."""
-    shapes = {name: place.shape for name, place in source.tensors.items() if place.dtype in DTYPES}
+    shapes = {name: place.shape for name, place in source.tensors.items()}
 
     def read_box(name: str, offset: Shape, shape: Shape) -> Tensor:
         return _box(source.read(name), offset, shape)
@@ -178,7 +181,9 @@ def _converted(directory: Path, model: Model) -> WeightSource:
 def _restructured(directory: Path, model: Model) -> WeightSource:
     """Return the weights of a directory as ``hf:DIRECTORY`` reads them."""
     source = open_weights(directory)
-    built = build_model(f"hf:{directory}", {"weights": True}, seed=0)
+    # its names and shapes are needed alone; a dropout that cannot be trained here is none of them
+    without_dropout = {name: value for name, value in model.options.items() if "drop" in name}
+    built = build_model(f"hf:{directory}", {"weights": True, **without_dropout}, seed=0)
     shapes = {
         name: tuple(parameter.shape)
         for name, parameter in built.layers.named_parameters(remove_duplicate=False)

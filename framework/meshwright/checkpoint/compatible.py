@@ -13,6 +13,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.functions import current_name
 from meshwright.config.keys import KEYS, split
 from meshwright.config.optimizers import OPTIMIZERS
+from meshwright.config.schemes import is_own_scheme
 from meshwright.errors import CheckpointError
 
 REFUSED = {
@@ -118,12 +119,20 @@ def _changed_keys(
         if before == after:
             continue
         reason = _reason_to_refuse(path, is_fresh=is_fresh)
+        if path == "run.start" and (before is None) != (after is None) and _has_base(saved):
+            reason = "its checkpoints hold the base of the adapters, and those without it do not"
         is_alike = path == "optimizer.name" and _have_same_states(before, after)
         if reason is None or is_alike:
             allowed.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             refused.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
     return refused, allowed
+
+
+def _has_base(saved: Mapping[str, Any]) -> bool:
+    """Return whether ``run.start`` decides if checkpoints hold the base of adapters."""
+    builder = saved.get("model.builder")
+    return bool(saved.get("adapter.rank")) and isinstance(builder, str) and is_own_scheme(builder)
 
 
 def _have_same_states(*names: Any) -> bool:

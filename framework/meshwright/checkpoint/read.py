@@ -334,7 +334,7 @@ class CheckpointReader:
                     " the manifest: the two do not belong together; take another checkpoint",
                 )
             numbers = found[source]
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:  # a file may be pruned while it is read
             raise CheckpointError(
                 "MW-CHECKPOINT-020", f"{place} cannot be read: {error}; take another checkpoint"
             ) from error

@@ -59,7 +59,9 @@ class Run(Section):
     start_new: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description='name patterns such as ["head.*"]'
     )
-    """Name patterns of tensors that keep their first values, although ``start`` is given."""
+    """Name patterns of tensors that keep the initial values of this model, although ``start`` is
+    given. Adapters beside a model that had none need no pattern.
+    """
     start_unused: list[Annotated[str, Field(min_length=1)]] = Field(
         default_factory=list, description='name patterns such as ["mtp*"]'
     )
@@ -121,7 +123,7 @@ class Model(Section):
     """
     grow_vocabulary: bool = False
     """Let the vocabulary be larger than that of ``run.start``: its rows are taken, the new ones keep
-    their first values.
+    their initial values.
     """
 
 

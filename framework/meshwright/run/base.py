@@ -39,12 +39,14 @@ def check_resumed(parts: Parts, manifest: Manifest, place: str) -> None:
     """
     saved = manifest.state.get(FINGERPRINT)
     if saved is not None:
-        check_base_of(saved, parts, place)
+        check_base_of(saved, parts, place, parts.config.model.builder)
 
 
-def check_base_of(saved: object, parts: Parts, place: str) -> None:
-    """Compare the frozen weights with the fingerprint of a base; see :func:`check_resumed`."""
-    check_base(saved, _total(parts), place, parts.config.model.builder)
+def check_base_of(saved: object, parts: Parts, place: str, base: str) -> None:
+    """Compare the frozen weights, which come from ``base``, with the fingerprint in ``place``;
+    see :func:`check_resumed`.
+    """
+    check_base(saved, _total(parts), place, base)
 
 
 def _total(parts: Parts) -> Tensor:

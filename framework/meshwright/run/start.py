@@ -18,7 +18,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from meshwright.adapters.attach import is_adapter
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import find
 from meshwright.checkpoint.check import intersection
@@ -31,7 +30,14 @@ from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.base import check_base_of
 from meshwright.run.resume import newest_sound, resume
-from meshwright.run.start_account import StartAccount, check_settings, describe, make_account
+from meshwright.run.start_account import (
+    StartAccount,
+    base_places,
+    describe,
+    make_account,
+    other_settings,
+    takes_adapters,
+)
 from meshwright.run.tensors import saved_running, saved_tensors
 from meshwright.run.weight_source import (
     WeightSource,
@@ -41,7 +47,7 @@ from meshwright.run.weight_source import (
     tokenizers_of,
 )
 from meshwright.system.atomic import write_atomic
-from meshwright.system.bounded import read_bytes
+from meshwright.system.bounded import read_bytes, real_path
 
 START = "start.json"
 """File in a run's directory: the weights that it has started from."""
@@ -55,8 +61,8 @@ class StartedFrom(BaseModel):
     given: Annotated[str, Field(max_length=4096)]
     """Value of ``run.start``."""
     place: Annotated[str, Field(max_length=4096)]
-    """Checkpoint, or directory."""
-    digest: Annotated[str, Field(max_length=128)]
+    """The checkpoint; of a directory ``given`` itself."""
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class StartRecord(BaseModel):
@@ -77,16 +83,41 @@ def check_start(blueprint: Blueprint, directory: Path) -> None:
     config = blueprint.config
     if not config.run.start or find(directory):
         return
+    earlier = _earlier(directory)
     sources = []
     for given in config.run.starts:
-        candidates = candidates_of(given)
+        place, _ = earlier.get(given, (given, ""))
+        candidates = _candidates(given, place, directory)
         sources.append(
             open_directory_weights(given, config.model, config.adapter)
             if candidates is None
             else _first_open(candidates)
         )
-    check_settings(config, sources)
     make_account(config, list(saved_tensors(blueprint)), sources)
+
+
+def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
+    """Return the checkpoints of a source, newest first; None: it is no run or checkpoint.
+
+    Args:
+        place: that of an earlier start of this run, or ``given``.
+        directory: that of this run.
+
+    Raises:
+        CheckpointError: there is none, or it is this run itself.
+    """
+    if place != given and not Path(place).is_dir():
+        raise CheckpointError(
+            "MW-RUN-060",
+            f"{place}, the weights that this run has started from ({directory / START}), is gone:"
+            f" put it back; or remove {directory / START} to start from what run.start names now",
+        )
+    candidates = candidates_of(place)
+    if candidates and real_path(candidates[0].parents[1]) == real_path(directory):
+        raise CheckpointError(
+            "MW-RUN-062", f'run.start = "{given}" is this run itself: leave it out'
+        )
+    return candidates
 
 
 def _first_open(candidates: Sequence[Path]) -> WeightSource:
@@ -112,7 +143,7 @@ def resume_or_start(
     is_resumed = resume(parts, directory, log, callbacks)
     given = ", ".join(parts.config.run.starts)
     if given and is_resumed:
-        log(f"  run.start = {given} is not read again: the run has weights of its own")
+        log(f"  run.start = {given} is not read: the run has checkpoints of its own")
     elif given:
         start(parts, directory, log)
 
@@ -128,14 +159,17 @@ def start(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     """
     config, mesh = parts.config, parts.mesh
     sources = _open_on_ranks(config, directory, mesh)
-    lines = check_settings(config, sources)
     account = make_account(config, list(saved_tensors(parts.blueprint)), sources)
-    _fill(parts, account, sources)
-    for source in sources:
-        if source.base is not None and any(map(is_adapter, source.shapes)):
-            check_base_of(source.base, parts, source.place)
+    problem = None
+    try:
+        _fill(parts, account, sources)
+    except UserError as error:
+        problem = error
+    _raise_together(problem, mesh)
+    _check_bases(parts, account, sources)
     for line in describe(account, sources, config.model.builder):
         log(line)
+    lines = other_settings(config, sources)
     tokenizers = tokenizers_of(parts.data_fingerprint)
     lines += [
         f"the tokenizer of the corpus is another than that of {source.place}"
@@ -144,6 +178,26 @@ def start(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     ]
     for line in lines:
         log(f"  differs {line}")
+
+
+def _check_bases(parts: Parts, account: StartAccount, sources: Sequence[WeightSource]) -> None:
+    """Check that adapters whose base comes from elsewhere stand beside the base that they were
+    trained on. Collective; blocks.
+
+    Raises:
+        CheckpointError: on every rank; they do not.
+    """
+    config = parts.config
+    places = base_places(account, sources, config.model.builder)
+    for index, source in enumerate(sources):
+        is_own_base = places.keys() == {index}
+        if source.base is None or is_own_base or not takes_adapters(account, index):
+            continue
+        # two roundings of a base to bfloat16, the bits of a fingerprint, may differ from one
+        is_rounded = "float16" in {source.dtype, config.train.dtype}
+        if account.grown or (is_rounded and source.dtype != config.train.dtype):
+            continue
+        check_base_of(source.base, parts, source.place, " and ".join(places.values()))
 
 
 def _open_on_ranks(config: RunConfig, directory: Path, mesh: Mesh) -> list[WeightSource]:
@@ -156,10 +210,11 @@ def _open_on_ranks(config: RunConfig, directory: Path, mesh: Mesh) -> list[Weigh
             problem = error
     _raise_together(problem, mesh)
     earlier: dict[str, list[str]] = mesh.world.gather_objects(before)[0]
-    sources = []
+    sources: list[WeightSource] = []
+    started: list[StartedFrom] = []
     for given in config.run.starts:
         place, digest = earlier.get(given, (given, ""))
-        source = _open_one(place, config, mesh)
+        source, is_checkpoint = _open_one(given, place, config, directory, mesh)
         if digest and source.digest != digest:
             raise CheckpointError(
                 "MW-RUN-056",
@@ -168,33 +223,35 @@ def _open_on_ranks(config: RunConfig, directory: Path, mesh: Mesh) -> list[Weigh
                 f" what is there now, or remove {directory / START}",
             )
         sources.append(source)
+        kept_place = source.place if is_checkpoint else given
+        started.append(StartedFrom(given=given, place=kept_place, digest=source.digest))
     if mesh.rank == 0:
-        started = [
-            StartedFrom(given=given, place=source.place, digest=source.digest)
-            for given, source in zip(config.run.starts, sources, strict=True)
-        ]
         text = StartRecord(sources=tuple(started)).model_dump_json(indent=1)
         write_atomic(directory / START, f"{text}\n")
     return sources
 
 
-def _open_one(given: str, config: RunConfig, mesh: Mesh) -> WeightSource:
-    """Open a source on every rank; of a checkpoint each rank hashes some of the files. Collective.
+def _open_one(
+    given: str, place: str, config: RunConfig, directory: Path, mesh: Mesh
+) -> tuple[WeightSource, bool]:
+    """Open a source on every rank; return it, and whether it is a checkpoint, of which each rank
+    has hashed some of the files. Collective.
 
     Raises:
         UserError: on every rank, the first one of any rank.
     """
-    source, problem = None, None
+    source, problem, candidates = None, None, None
     try:
-        candidates = candidates_of(given)
+        candidates = _candidates(given, place, directory)
         if candidates is None:
             source = open_directory_weights(given, config.model, config.adapter)
     except UserError as error:
-        problem, candidates = error, None
+        problem = error
     _raise_together(problem, mesh)
+    is_checkpoint = source is None
     if source is None:
         assert candidates is not None
-        path = newest_sound(candidates[0].parent, mesh, only=candidates)
+        path = newest_sound(candidates[0].parents[1], mesh, only=candidates)
         assert path is not None
         source = open_run_weights(path)
     digests: list[str] = mesh.world.gather_objects(source.digest)
@@ -204,7 +261,7 @@ def _open_one(given: str, config: RunConfig, mesh: Mesh) -> WeightSource:
             f"{source.place}: not all ranks read the same files: put them on a file system that"
             " all nodes share",
         )
-    return source
+    return source, is_checkpoint
 
 
 def _raise_together(problem: UserError | None, mesh: Mesh) -> None:

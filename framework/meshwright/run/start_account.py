@@ -21,9 +21,12 @@ from meshwright.errors import CheckpointError, UserError
 from meshwright.model.builder import find_builder, vocabulary_size
 from meshwright.placement.patterns import fits, unmatched
 from meshwright.run.weight_source import Shape, WeightSource, settings_of
+from meshwright.system.bounded import shortened
 
 MOST_LISTED = 12
 """Tensors that a message lists by name."""
+LARGEST_ALPHA = 1e300
+"""Beyond this the number of a hostile manifest has no float."""
 MOST_SHOWN = 3
 """Tensors that a line of the account shows by name."""
 
@@ -68,11 +71,13 @@ def make_account(
             sources; or a pattern matches none. One error for each kind.
     """
     run, shapes = config.run, {tensor.name: tensor.shape for tensor in own}
-    names = _names_in_sources(run.start_names, list(shapes), sources)
-    problems: list[UserError] = [
+    names, problems = _names_in_sources(run.start_names, list(shapes), sources)
+    problems += _of_two(names, sources)
+    if problems:
+        raise UserError.join(problems)
+    problems = [
         *unmatched("run.start_new", run.start_new, list(shapes), "tensor"),
         *_unmatched_unused(run.start_unused, sources),
-        *_of_two(names, sources),
     ]
     account, missing, reshaped = _assign(config, shapes, names, sources)
     used = {(origin.source, origin.name) for origin in account.taken.values()}
@@ -90,8 +95,17 @@ def make_account(
         if name not in replaced and not fits(name, *run.start_unused)
     ]
     problems += _missing_tensors(missing, sources)
-    problems += _other_shapes(reshaped, shapes, sources, _vocab_size(config.model))
+    problems += _other_shapes(config, reshaped, shapes, sources)
     problems += _other_vocabularies(account)
+    problems += _other_scale(config, account, sources)
+    if config.model.grow_vocabulary and not account.grown and not problems:
+        problems.append(
+            CheckpointError(
+                "MW-RUN-061",
+                f"model.grow_vocabulary = true has no effect: no tensor of {_places(sources)} has"
+                " fewer rows than here: leave it out",
+            )
+        )
     problems += _unnamed_tensors(unnamed, sources)
     if not account.taken and not problems:
         problems.append(
@@ -118,8 +132,9 @@ def _assign(
     all_names = [name for source in sources for name in source.shapes]
     has_adapters = any(map(is_adapter, all_names))
     only_adapters = has_adapters and all(map(is_adapter, all_names))
-    keeps_base = only_adapters and is_own_scheme(config.model.builder)
+    keeps_base = only_adapters and _has_weights(config.model)
     vocab_size = _vocab_size(config.model)
+    own_vocab_size = {i: source.vocab_size for i, source in enumerate(sources)}
     taken: dict[str, Origin] = {}
     grown: dict[str, Shape] = {}
     reshaped: dict[str, Origin] = {}
@@ -136,7 +151,9 @@ def _assign(
             missing.append(name)
         elif origin.shape == shape:
             taken[name] = origin
-        elif config.model.grow_vocabulary and _grows(origin.shape, shape, vocab_size):
+        elif config.model.grow_vocabulary and _grows(
+            origin.shape, shape, own_vocab_size[origin.source], vocab_size
+        ):
             taken[name], grown[name] = origin, shape
         else:
             reshaped[name] = origin
@@ -146,29 +163,28 @@ def _assign(
 
 
 def _vocab_size(model: Model) -> int | None:
-    return vocabulary_size(model.builder, model.options)
+    """Return the vocabulary of this model, the default of its builder included; None: unknown."""
+    given = vocabulary_size(model.builder, model.options)
+    default = _default_options(model.builder).get("model.options.vocab_size")
+    return default if given is None and isinstance(default, int) else given
 
 
-def check_settings(config: RunConfig, sources: Sequence[WeightSource]) -> list[str]:
-    """Return a line for each setting of the sources' models that is another here.
+def _has_weights(model: Model) -> bool:
+    """Return whether the builder ``hf:DIRECTORY`` loads weights from there."""
+    directory = directory_of(model.builder)
+    if directory is None or not is_own_scheme(model.builder):
+        return False
+    return model.options.get("weights") is not False and any(directory.glob("*.safetensors"))
 
-    Raises:
-        CheckpointError: the adapters of a source have another scale here.
-    """
+
+def other_settings(config: RunConfig, sources: Sequence[WeightSource]) -> list[str]:
+    """Return a line for each setting of the sources' models that is another here."""
     model = config.model
     here = settings_of(model.builder, model.options, config.adapter.model_dump())
     defaults = _default_options(model.builder)
     lines = []
     for source in sources:
         there = source.settings
-        scale, own_scale = _adapter_scale(there), _adapter_scale(here)
-        if scale is not None and own_scale is not None and scale != own_scale:
-            raise CheckpointError(
-                "MW-RUN-047",
-                f"{source.place}: its adapters were trained with alpha / rank = {scale:g}, and"
-                f" adapter.alpha / adapter.rank = {own_scale:g} here: they would count more or less"
-                f" than before. Set adapter.alpha = {scale * config.adapter.rank:g}",
-            )
         if there.get("model.builder") not in (None, model.builder):
             lines.append(f"model.builder is {model.builder} here and was {there['model.builder']}")
         elif "model.builder" in there:
@@ -178,7 +194,51 @@ def check_settings(config: RunConfig, sources: Sequence[WeightSource]) -> list[s
                 for key in sorted(before.keys() | now.keys())
                 if key.startswith("model.options.") and before.get(key) != now.get(key)
             ]
-    return lines
+    more = [f"and {len(lines) - MOST_LISTED} more settings"] if lines[MOST_LISTED:] else []
+    return [shortened(" ".join(line.split())) for line in lines[:MOST_LISTED]] + more
+
+
+def _other_scale(
+    config: RunConfig, account: StartAccount, sources: Sequence[WeightSource]
+) -> list[CheckpointError]:
+    """Return an error for each source whose adapters are taken and count more or less here."""
+    own_scale = _adapter_scale(settings_of("", {}, config.adapter.model_dump()))
+    problems = []
+    for index, source in enumerate(sources):
+        scale = _adapter_scale(source.settings)
+        is_taken = takes_adapters(account, index)
+        if scale is None or own_scale is None or not is_taken:
+            continue
+        if not math.isclose(scale, own_scale, rel_tol=1e-6):
+            problems.append(
+                CheckpointError(
+                    "MW-RUN-047",
+                    f"{source.place}: its adapters were trained with alpha / rank = {scale:.7g},"
+                    f" and adapter.alpha / adapter.rank = {own_scale:.7g} here: they would count"
+                    " more or less than before. Set adapter.alpha ="
+                    f" {scale * config.adapter.rank!r}",
+                )
+            )
+    return problems
+
+
+def takes_adapters(account: StartAccount, source: int) -> bool:
+    """Return whether adapters of a source are taken."""
+    return any(
+        origin.source == source and is_adapter(name) for name, origin in account.taken.items()
+    )
+
+
+def base_places(
+    account: StartAccount, sources: Sequence[WeightSource], builder: str
+) -> dict[int | None, str]:
+    """Return the places of the frozen base beside adapters, by source; None: ``builder``."""
+    found: dict[int | None, str] = {
+        origin.source: sources[origin.source].place
+        for name, origin in account.taken.items()
+        if not is_adapter(name)
+    }
+    return found | ({None: str(directory_of(builder))} if account.kept else {})
 
 
 def _default_options(builder: str) -> dict[str, Any]:
@@ -195,7 +255,9 @@ def _adapter_scale(settings: Mapping[str, Any]) -> float | None:
     rank, alpha = settings.get("adapter.rank"), settings.get("adapter.alpha")
     if not isinstance(rank, int) or rank < 1:
         return None
-    return float(alpha) / rank if isinstance(alpha, int | float) else 1.0
+    if not isinstance(alpha, int | float):
+        return 1.0
+    return float(alpha) / rank if abs(alpha) < LARGEST_ALPHA else math.inf
 
 
 def describe(account: StartAccount, sources: Sequence[WeightSource], builder: str) -> list[str]:
@@ -204,8 +266,8 @@ def describe(account: StartAccount, sources: Sequence[WeightSource], builder: st
     numbers = f"{len(account.taken):,} tensors, {account.num_elements:,} numbers"
     lines.append(f"  taken   {numbers}")
     lines += [
-        f"  grown   {name}: {list(account.taken[name].shape)} -> {list(shape)}, new rows keep their"
-        " first values"
+        f"  grown   {name}: {list(account.taken[name].shape)} -> {list(shape)}, the new part has its"
+        " initial values"
         for name, shape in account.grown.items()
     ]
     base = f"  kept    {directory_of(builder)}: "
@@ -219,11 +281,9 @@ def describe(account: StartAccount, sources: Sequence[WeightSource], builder: st
 
 def _names_in_sources(
     renamed: Mapping[str, str], names: Sequence[str], sources: Sequence[WeightSource]
-) -> dict[str, str]:
-    """Return the name in the sources of each tensor of the model.
-
-    Raises:
-        UserError: an entry of ``run.start_names`` matches no tensor here, or none there.
+) -> tuple[dict[str, str], list[UserError]]:
+    """Return the name in the sources of each tensor of the model, and an error for each entry of
+    ``run.start_names`` that matches no tensor here, or none there.
     """
     found = {name: name for name in names}
     theirs = {name for source in sources for name in source.shapes}
@@ -250,9 +310,7 @@ def _names_in_sources(
                 )
             )
         found |= matched
-    if problems:
-        raise UserError.join(problems)
-    return found
+    return found, problems
 
 
 def _filled(replacement: str, match: re.Match[str]) -> str:
@@ -269,10 +327,11 @@ def _origin(name: str, sources: Sequence[WeightSource]) -> Origin | None:
     return None
 
 
-def _grows(before: Shape, now: Shape, vocab_size: int | None) -> bool:
+def _grows(before: Shape, now: Shape, vocab_there: int | None, vocab_here: int | None) -> bool:
     """Return whether one dim, that of the vocabulary, has grown and the others are equal.
 
-    ``vocab_size``: that of this model; None: its builder has no such option, any dim may grow.
+    ``vocab_there``, ``vocab_here``: vocabularies of the source and of this model; None: unknown,
+    such as of a builder without this option, where any dim may grow.
     """
     if len(before) != len(now):
         return False
@@ -280,7 +339,8 @@ def _grows(before: Shape, now: Shape, vocab_size: int | None) -> bool:
     if len(changed) != 1:
         return False
     (old, new), *_ = changed
-    return old < new and (vocab_size is None or new == vocab_size)
+    is_there, is_here = vocab_there in (None, old), vocab_here in (None, new)
+    return old < new and is_there and is_here
 
 
 def _places(sources: Sequence[WeightSource]) -> str:
@@ -332,18 +392,18 @@ def _missing_tensors(
     return [
         CheckpointError(
             "MW-RUN-051",
-            f"{_places(sources)} lacks {_listed(missing)}\nName them in run.start_new to keep"
-            " their first values, or give their names there: run.start_names ="
+            f"not in {_places(sources)}: {_listed(missing)}\nName them in run.start_new to keep"
+            " their initial values, or give their names there: run.start_names ="
             f' {{"{missing[0]}" = "..."}}',
         )
     ]
 
 
 def _other_shapes(
+    config: RunConfig,
     reshaped: Mapping[str, Origin],
     shapes: Mapping[str, Shape],
     sources: Sequence[WeightSource],
-    vocab_size: int | None,
 ) -> list[CheckpointError]:
     if not reshaped:
         return []
@@ -351,16 +411,21 @@ def _other_shapes(
         f"{name} {list(shapes[name])}, there {list(origin.shape)}"
         for name, origin in reshaped.items()
     ]
-    key = "adapter.rank" if all(map(is_adapter, reshaped)) else "model.options"
+    change = "Set model.options as they were there"
+    if all(map(is_adapter, reshaped)):
+        ranks = {sources[each.source].settings.get("adapter.rank") for each in reshaped.values()}
+        change = f"Set adapter.rank = {' or '.join(sorted(map(str, ranks)))}"
+    vocab_size = _vocab_size(config.model)
     is_grown = any(
-        _grows(origin.shape, shapes[name], vocab_size) for name, origin in reshaped.items()
+        _grows(origin.shape, shapes[name], sources[origin.source].vocab_size, vocab_size)
+        for name, origin in reshaped.items()
     )
     grow = "; or set model.grow_vocabulary = true to add rows" if is_grown else ""
     return [
         CheckpointError(
             "MW-RUN-052",
-            f"{_places(sources)} has tensors of another shape: {_listed(lines)}\nSet {key} as it"
-            f" was there, or name the tensors in run.start_new to draw them{grow}",
+            f"tensors with another shape in {_places(sources)}: {_listed(lines)}\n{change}, or name"
+            f" the tensors in run.start_new to keep their initial values{grow}",
         )
     ]
 
@@ -392,9 +457,10 @@ def _unnamed_tensors(
     return [
         CheckpointError(
             "MW-RUN-054",
-            f"{sources[unnamed[0][0]].place} has tensors that this model does not have:"
+            f"in {sources[unnamed[0][0]].place}, and not in this model:"
             f" {_listed([name for _, name in unnamed])}\nName them in run.start_unused to leave"
-            " them out, or give the name of this model for them in run.start_names",
+            " them out, or say which tensors here they are: run.start_names ="
+            f' {{"..." = "{unnamed[0][1]}"}}',
         )
     ]
 

@@ -50,6 +50,10 @@ class WeightSource(NamedTuple):
     """Function of a name, offset and shape that returns this box of the tensor, on the CPU."""
     settings: Mapping[str, Any]
     """Keys of ``model.options``, ``adapter.alpha`` and the like that the weights were made with."""
+    vocab_size: int | None = None
+    """Vocabulary of its model; None: unknown."""
+    dtype: str | None = None
+    """``train.dtype`` of a run."""
     tokenizers: frozenset[str] = frozenset()
     """Hashes of the tokenizers of its training data; empty: unknown."""
     base: object = None
@@ -65,12 +69,12 @@ def candidates_of(given: str) -> list[Path] | None:
     Raises:
         CheckpointError: a run without a checkpoint, or without the one of the step.
     """
-    place = Path(given).expanduser()
+    place = _path(given)
     if is_checkpoint(place):
         return [place]
     at_step = AT_STEP.fullmatch(given)
     if at_step is not None and not place.exists():
-        return [_checkpoint_of_step(Path(at_step["run"]).expanduser(), int(at_step["step"]))]
+        return [_checkpoint_of_step(_path(at_step["run"]), int(at_step["step"]))]
     found = [each.path for each in find(place)]
     if not found and is_run(place):
         raise CheckpointError(
@@ -79,6 +83,15 @@ def candidates_of(given: str) -> list[Path] | None:
             " (checkpoint.every)",
         )
     return found or None
+
+
+def _path(given: str) -> Path:
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:  # ~user of nobody
+        raise CheckpointError(
+            "MW-RUN-063", f'run.start = "{given}": {error} Give the whole path'
+        ) from None
 
 
 def _checkpoint_of_step(run: Path, step: int) -> Path:
@@ -102,6 +115,8 @@ def open_run_weights(path: Path) -> WeightSource:
     checkpoint = open_checkpoint(path)
     masters = set(checkpoint.parameters(TensorKind.MASTER))
     names = checkpoint.parameters(TensorKind.WEIGHTS)
+    settings = _saved_settings(checkpoint)
+    vocab_size = settings.get("model.options.vocab_size")
 
     def read_box(name: str, offset: Shape, shape: Shape) -> Tensor:
         kind = TensorKind.MASTER if name in masters else TensorKind.WEIGHTS
@@ -112,11 +127,19 @@ def open_run_weights(path: Path) -> WeightSource:
         digest=checkpoint.digest,
         shapes={name: checkpoint.shape(TensorKind.WEIGHTS, name) for name in names},
         read_box=read_box,
-        settings=_saved_settings(checkpoint),
+        settings=settings,
+        vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+        dtype=_saved_dtype(checkpoint),
         tokenizers=tokenizers_of(checkpoint.manifest.data_fingerprint),
         base=checkpoint.manifest.state.get(FINGERPRINT),
-        notes=(f"float32 master weights of {len(masters)} tensors",) if masters else (),
+        notes=(f"taken from the float32 master weights of {path}",) if masters else (),
     )
+
+
+def _saved_dtype(checkpoint: CheckpointReader) -> str | None:
+    train = checkpoint.manifest.config.get("train")
+    dtype = train.get("dtype") if isinstance(train, dict) else None
+    return dtype if isinstance(dtype, str) else None
 
 
 def _saved_settings(checkpoint: CheckpointReader) -> dict[str, Any]:
@@ -160,7 +183,7 @@ def open_directory_weights(given: str, model: Model, adapter: Adapter) -> Weight
         CheckpointError: it is nothing that a run can start from.
         UserError: the directory is damaged, or of another architecture.
     """
-    place = Path(given).expanduser()
+    place = _path(given)
     has_scheme = ":" in given and is_scheme(given)
     if has_scheme or any((place / name).is_file() for name in HUGGING_FACE_FILES):
         path = given if has_scheme else f"hf:{place}"
@@ -173,10 +196,10 @@ def open_directory_weights(given: str, model: Model, adapter: Adapter) -> Weight
             f'run.start = "{given}" is a DCP checkpoint, whose {DCP_METADATA} is a pickle and is'
             " not read: give the run that it was exported from, or a directory of safetensors",
         )
-    what = "holds none of these" if place.is_dir() else "is no directory"
+    what = "has no weights to start from" if place.is_dir() else "is no directory"
     raise CheckpointError(
         "MW-RUN-045",
-        f'run.start = "{given}" {what}: give a run (runs/base, or runs/base@9000 for a step), one'
-        f" of its checkpoints, or a directory of Hugging Face, with"
+        f'run.start = "{given}" {what}: give a run (runs/base, or runs/base@9000 for the checkpoint'
+        " of a step), one of its checkpoints, or a directory of Hugging Face, with"
         f" {' or '.join(HUGGING_FACE_FILES)}",
     )

@@ -49,6 +49,10 @@ ALLOWED = {
     ): "a constant list of torch's modules",
     ("framework/meshwright/__init__.py", "importlib.import_module"): "the table of public names",
     (
+        "framework/meshwright/data/prepare/chat/rendering.py",
+        "environment.from_string",
+    ): "jinja2's sandbox, in a process with limits of time and memory",
+    (
         "framework/meshwright/launch/__init__.py",
         "runpy.run_module",
     ): "a constant name, of our launcher",
@@ -103,9 +107,10 @@ BUILDERS = {
     "framework/meshwright/verify/rank.py": "the configuration of a command line",
     "framework/meshwright/verify/run.py": "the configuration of a command line",
     "framework/meshwright/traits.py": "the configuration of a command line",
-    "tools/meshwright_interop/huggingface/convert/importing.py": (
+    "tools/meshwright_interop/huggingface/convert/opening.py": (
         "only the builders of FAMILIES, which are ours"
     ),
+    "tools/meshwright_interop/start.py": "hf:DIRECTORY, or that of a command line",
     "tools/meshwright_interop/huggingface/restructure/export.py": "hf:DIRECTORY, and no other",
     "tools/meshwright_interop/huggingface/peft_import.py": (
         "hf:DIRECTORY, or that of a command line"
