@@ -56,11 +56,6 @@ class OptimizerShard(NamedTuple):
     name_of: Callable[[int], str] = lambda element: "the shard"
     """Function of an element's index that returns the name of its parameter, for messages."""
 
-    @property
-    def is_counted(self) -> bool:
-        """True on the one rank that counts these elements in the gradient norm."""
-        return self.layout.holders.is_counted
-
 
 class FlatOptimizer:
     """Torch optimizer with one parameter per shard,
@@ -84,6 +79,8 @@ class FlatOptimizer:
                 the weights.
         """
         self.shards = list(shards)
+        # of each shard: the one rank that counts its elements in the gradient norm
+        self._counted = [shard.layout.holders.is_counted for shard in self.shards]
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.config, self.allocate = config, allocate
         self.order = list(range(len(self.shards)) if order is None else order)
@@ -145,8 +142,8 @@ class FlatOptimizer:
 
     def _square_norm(self, *, counted: bool) -> Tensor:
         pieces: dict[torch.device, list[Tensor]] = {}  # with offload, some are in host memory
-        for shard in self.shards:
-            if shard.is_counted is counted and shard.gradient.numel():
+        for shard, is_counted in zip(self.shards, self._counted, strict=True):
+            if is_counted is counted and shard.gradient.numel():
                 pieces.setdefault(shard.gradient.device, []).extend(_norm_pieces(shard.gradient))
         if not pieces:
             device = self.shards[0].gradient.device if self.shards else torch.device("cpu")

@@ -35,7 +35,7 @@ from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.overlap import Pair, RunPair, in_order, in_turns
 from meshwright.pipeline.row import resolve_row
 from meshwright.pipeline.stage import LossPart, Stage
-from meshwright.pipeline.timing import RowTimes, TimedAction, clock_of
+from meshwright.pipeline.timing import RowTimes, TimedAction, TimedReading, clock_of
 from meshwright.pipeline.value_store import Computation, MessageGroup, ValueStore
 from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import COMPLETES_BACKWARD, Action, Kind, Schedule
@@ -181,7 +181,7 @@ class Executor:
         is_first_stage, is_last_stage = input_key is None, output_key is None
         samples = None
         if is_first_stage or is_last_stage or self.reads_samples:
-            with run.times.measure_reading():
+            with TimedReading(run.times):
                 samples = run.feed.microbatch(microbatch)
         if input_key is not None:
             inputs: Any = self._values.take(input_key, run.times)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -93,14 +91,6 @@ class RowTimes:
         """True on CUDA, where reading a time may have to wait for the device."""
         return isinstance(self.clock, CudaClock)
 
-    @contextmanager
-    def measure_reading(self) -> Iterator[None]:
-        """Run the block as a read of samples."""
-        start = self.clock.read()
-        self.activity.begin(self.activity.READING_SAMPLES)
-        yield
-        self.readings_of_data.append((start, self.clock.read()))
-
     def separate(self, first: int) -> None:
         """Divide the time of a pair at the earlier of its two ends.
         Its readings are among those from ``first`` on.
@@ -176,6 +166,23 @@ class RowTimes:
                 if action.kind is Kind.REDUCE
             )
         return max(self.waited_in_reduce_s - self.waited_in_step_s, 0.0)
+
+
+class TimedReading:
+    """Times of a block that reads samples."""
+
+    def __init__(self, times: RowTimes) -> None:
+        self._times = times
+
+    def __enter__(self) -> None:
+        times = self._times
+        self._start = times.clock.read()
+        times.activity.begin(times.activity.READING_SAMPLES)
+
+    def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
+        if error_type is None:
+            times = self._times
+            times.readings_of_data.append((self._start, times.clock.read()))
 
 
 class TimedAction:
