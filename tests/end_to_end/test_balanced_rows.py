@@ -75,7 +75,8 @@ def test_a_resume_is_exact(corpus: Path, tmp_path: Path, pool: RankPool) -> None
 def test_verify_proves_it(text: str, pool: RankPool) -> None:
     laid_out = parse_layout(text)
     size = size_for(laid_out)
-    config = model_config("llama", size)
+    experts = {"moe": {"num_experts": 4, "top_k": 2}} if "ep" in text else {}
+    config = model_config("llama", size, **experts)
     tree = json.loads(config.model_dump_json())
     tree["data"]["document_boundaries"] = True
     tree["batch"]["balance"] = "work"
