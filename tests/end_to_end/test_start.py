@@ -446,6 +446,23 @@ def test_what_cannot_be_taken_is_named_before_any_rank_exists(
         check(config, 1)
 
 
+def test_a_checkpoint_by_its_bare_name(
+    sources: Sources,
+    corpus: Path,
+    tmp_path: Path,
+    pool: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = sources["gpt2-float32"]
+    path = find(run_directory(source.run))[0].path
+    shutil.copytree(path, tmp_path / path.name)
+    monkeypatch.chdir(tmp_path)
+    config = started(source, corpus, tmp_path, "dp2", run={"start": path.name})
+    check(config, 2)
+    absolute = config.replace(run={"start": str(tmp_path / path.name)})
+    assert held(pool, absolute, tmp_path)
+
+
 def test_a_dcp_export_is_not_unpickled(sources: Sources, corpus: Path, tmp_path: Path) -> None:
     exported = tmp_path / "dcp"
     exported.mkdir()

@@ -113,7 +113,7 @@ def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
             f" put it back; or remove {directory / START} to start from what run.start names now",
         )
     candidates = candidates_of(place)
-    if candidates and real_path(candidates[0].parents[1]) == real_path(directory):
+    if candidates and real_path(candidates[0].absolute().parents[1]) == real_path(directory):
         raise CheckpointError(
             "MW-RUN-062", f'run.start = "{given}" is this run itself: leave it out'
         )
@@ -251,7 +251,7 @@ def _open_one(
     is_checkpoint = source is None
     if source is None:
         assert candidates is not None
-        path = newest_sound(candidates[0].parents[1], mesh, only=candidates)
+        path = newest_sound(candidates[0].absolute().parents[1], mesh, only=candidates)
         assert path is not None
         source = open_run_weights(path)
     digests: list[str] = mesh.world.gather_objects(source.digest)
