@@ -56,6 +56,11 @@ class OptimizerShard(NamedTuple):
     name_of: Callable[[int], str] = lambda element: "the shard"
     """Function of an element's index that returns the name of its parameter, for messages."""
 
+    @property
+    def is_counted(self) -> bool:
+        """True on the one rank that counts these elements in the gradient norm."""
+        return self.layout.holders.is_counted
+
 
 class FlatOptimizer:
     """Torch optimizer with one parameter per shard,
@@ -79,8 +84,7 @@ class FlatOptimizer:
                 the weights.
         """
         self.shards = list(shards)
-        # of each shard: the one rank that counts its elements in the gradient norm
-        self._counted = [shard.layout.holders.is_counted for shard in self.shards]
+        self._counted = [shard.is_counted for shard in self.shards]  # asked once, not in each step
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.config, self.allocate = config, allocate
         self.order = list(range(len(self.shards)) if order is None else order)
