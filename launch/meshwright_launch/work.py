@@ -63,6 +63,7 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
 from meshwright.watch.observers import CorpusCheck, DriftCheck, Timing
+from meshwright_launch.balance import describe_balance, describe_rows
 from meshwright_launch.callbacks import (
     CallbackErrors,
     Callbacks,
@@ -70,7 +71,6 @@ from meshwright_launch.callbacks import (
     find_callbacks,
     make_callbacks,
 )
-from meshwright_launch.context_balance import describe_balance, describe_rows
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:

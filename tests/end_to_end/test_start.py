@@ -18,8 +18,8 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.run.directory import run_directory
-from meshwright.run.start import START, start
+from meshwright.run.directory import START, run_directory
+from meshwright.run.start import start
 from meshwright.step import take_step
 from meshwright_launch.cli import main
 from meshwright_launch.pool import RankPool
@@ -395,7 +395,9 @@ def test_what_grows_is_the_vocabulary(
             check(config, 1)
 
 
-def test_a_run_does_not_start_from_itself(sources: Sources, corpus: Path, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_is_no_source_of_itself(
+    sources: Sources, corpus: Path, tmp_path: Path
+) -> None:
     source = sources["gpt2-float32"]
     directory = run_directory(source.run)
     copy = tmp_path / "run"

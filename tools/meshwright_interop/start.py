@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwright.adapters.magnitude import MAGNITUDE
-from meshwright.config import Adapter, Model
+from meshwright.config import Model
 from meshwright.config.schemes import is_own_scheme
 from meshwright.data.fingerprint import sampled_sha256
 from meshwright.errors import ModelError
@@ -57,7 +57,7 @@ MOST_FIELDS = 20
 """Fields that differ, of which the account has a line each."""
 
 
-def weights(place: str, model: Model, adapter: Adapter) -> WeightSource:
+def weights(place: str, model: Model) -> WeightSource:
     """Open the weights of a directory under the names of a model.
 
     Raises:
@@ -130,7 +130,7 @@ def _as_they_are(source: SafetensorsDirectory) -> _Tensors:
 
 
 def _converted(directory: Path, model: Model) -> WeightSource:
-    """Return the weights of a family's model, joined by its rules.
+    """Open the weights of a family's model, joined by its rules.
 
     The rules are those of the model that the files describe: what this run's model has otherwise,
     the account names.
@@ -179,9 +179,9 @@ def _converted(directory: Path, model: Model) -> WeightSource:
 
 
 def _restructured(directory: Path, model: Model) -> WeightSource:
-    """Return the weights of a directory as ``hf:DIRECTORY`` reads them."""
+    """Open the weights of a directory under the names of ``hf:DIRECTORY``'s layers."""
     source = open_weights(directory)
-    # its names and shapes are needed alone; a dropout that cannot be trained here is none of them
+    # only its names, shapes and numbers are needed; a dropout by default would be refused
     without_dropout = {name: value for name, value in model.options.items() if "drop" in name}
     built = build_model(f"hf:{directory}", {"weights": True, **without_dropout}, seed=0)
     shapes = {
@@ -211,7 +211,7 @@ def _other_fields(there: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[st
 
 
 def _adapter_weights(directory: Path, model: Model) -> WeightSource:
-    """Return the adapters of peft, fused as the linears of the model are."""
+    """Open the adapters of peft, fused as the linears of the model are."""
     settings = peft_settings_of(read_json(directory / ADAPTER, "peft writes it"), directory)
     built = build_model(model.builder, model.options, seed=0)
     if is_own_scheme(model.builder):

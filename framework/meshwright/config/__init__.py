@@ -27,7 +27,6 @@ from meshwright.config.saved import to_toml as to_toml
 from meshwright.config.saved import write_snapshot as write_snapshot
 from meshwright.config.schema import RunConfig as RunConfig
 from meshwright.config.sections import V_SCHEDULES as V_SCHEDULES
-from meshwright.config.sections import Adapter as Adapter
 from meshwright.config.sections import Batch as Batch
 from meshwright.config.sections import Data as Data
 from meshwright.config.sections import Model as Model

@@ -365,8 +365,8 @@ def _routing(config: RunConfig) -> str | None:
 
 def _start(config: RunConfig) -> str | None:
     run = config.run
-    changed = [f"run.{name}" for name in non_defaults(run, "start_names", "start_new")]
-    changed += [f"run.{name}" for name in non_defaults(run, "start_unused")]
+    of_start = non_defaults(run, "start_names", "start_new", "start_unused")
+    changed = [f"run.{name}" for name in of_start]
     changed += ["model.grow_vocabulary"] if config.model.grow_vocabulary else []
     if changed and not run.start:
         return f"{changed[0]} has no effect without run.start: leave it out, or set run.start"

@@ -6,7 +6,7 @@ module with
 
     builder(place)                   the function that builds the model
     vocabulary(place)                its vocabulary size, or None
-    weights(place, model, adapter)   run.weight_source.WeightSource for run.start, with the names of this model
+    weights(place, model)            run.weight_source.WeightSource for run.start, with the names of this model
 """
 
 from __future__ import annotations

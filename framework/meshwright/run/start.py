@@ -29,6 +29,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.base import check_base_of
+from meshwright.run.directory import START
 from meshwright.run.resume import newest_sound, resume
 from meshwright.run.start_account import (
     StartAccount,
@@ -47,10 +48,7 @@ from meshwright.run.weight_source import (
     tokenizers_of,
 )
 from meshwright.system.atomic import write_atomic
-from meshwright.system.bounded import read_bytes, real_path
-
-START = "start.json"
-"""File in a run's directory: the weights that it has started from."""
+from meshwright.system.bounded import read_bytes
 
 
 class StartedFrom(BaseModel):
@@ -89,7 +87,7 @@ def check_start(blueprint: Blueprint, directory: Path) -> None:
         place, _ = earlier.get(given, (given, ""))
         candidates = _candidates(given, place, directory)
         sources.append(
-            open_directory_weights(given, config.model, config.adapter)
+            open_directory_weights(given, config.model)
             if candidates is None
             else _first_open(candidates)
         )
@@ -104,7 +102,7 @@ def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
         directory: that of this run.
 
     Raises:
-        CheckpointError: there is none, or it is this run itself.
+        CheckpointError: there is none, or that of the earlier start is gone.
     """
     if place != given and not Path(place).is_dir():
         raise CheckpointError(
@@ -112,12 +110,7 @@ def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
             f"{place}, the weights that this run has started from ({directory / START}), is gone:"
             f" put it back; or remove {directory / START} to start from what run.start names now",
         )
-    candidates = candidates_of(place)
-    if candidates and real_path(candidates[0].absolute().parents[1]) == real_path(directory):
-        raise CheckpointError(
-            "MW-RUN-062", f'run.start = "{given}" is this run itself: leave it out'
-        )
-    return candidates
+    return candidates_of(place)
 
 
 def _first_open(candidates: Sequence[Path]) -> WeightSource:
@@ -244,7 +237,7 @@ def _open_one(
     try:
         candidates = _candidates(given, place, directory)
         if candidates is None:
-            source = open_directory_weights(given, config.model, config.adapter)
+            source = open_directory_weights(given, config.model)
     except UserError as error:
         problem = error
     _raise_together(problem, mesh)
@@ -307,30 +300,27 @@ class _Filler(NamedTuple):
 
     def read(self, info: ParameterInfo, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
         """Return the local slice of a tensor on the CPU, padding zero, and a mask of its elements
-        that the source has; mask None: all. None: the tensor keeps its first values.
+        that the source has; mask None: all. None: the tensor keeps its initial values.
         """
         origin = self.account.taken.get(info.name)
         if origin is None:
             return None
         source = self.sources[origin.source]
         local = torch.zeros(info.local_shape, dtype=dtype)
-        is_grown = info.name in self.account.grown
-        known = torch.zeros(info.local_shape, dtype=torch.bool) if is_grown else None
+        known = torch.zeros(info.local_shape, dtype=torch.bool)
+        boxes = local_boxes(info, info.unpadded(local))
+        masks = local_boxes(info, info.unpadded(known))
         start = (0,) * len(origin.shape)
-        for offset, shape, inside in local_boxes(info, info.unpadded(local)):
+        for (offset, shape, inside), (_, _, mask) in zip(boxes, masks, strict=True):
             common = intersection(offset, shape, start, origin.shape)
             if common is None:
                 continue
-            box_shape = tuple(b - a for a, b in common)
-            box = source.read_box(origin.name, tuple(a for a, _ in common), box_shape)
-            place = tuple(slice(0, n) for n in box_shape)
-            inside[place].copy_(box)
-        if known is not None:
-            for offset, shape, inside in local_boxes(info, info.unpadded(known)):
-                common = intersection(offset, shape, start, origin.shape)
-                if common is not None:
-                    inside[tuple(slice(0, b - a) for a, b in common)] = True
-        return local, known
+            box_offset = tuple(first for first, _ in common)
+            box_shape = tuple(last - first for first, last in common)
+            place = tuple(slice(0, length) for length in box_shape)
+            inside[place].copy_(source.read_box(origin.name, box_offset, box_shape))
+            mask[place] = True
+        return local, known if info.name in self.account.grown else None
 
     def copy(self, info: ParameterInfo, tensor: Tensor) -> None:
         """Fill a tensor of ``info.local_shape``."""

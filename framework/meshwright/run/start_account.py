@@ -134,7 +134,6 @@ def _assign(
     only_adapters = has_adapters and all(map(is_adapter, all_names))
     keeps_base = only_adapters and _has_weights(config.model)
     vocab_size = _vocab_size(config.model)
-    own_vocab_size = {i: source.vocab_size for i, source in enumerate(sources)}
     taken: dict[str, Origin] = {}
     grown: dict[str, Shape] = {}
     reshaped: dict[str, Origin] = {}
@@ -152,7 +151,7 @@ def _assign(
         elif origin.shape == shape:
             taken[name] = origin
         elif config.model.grow_vocabulary and _grows(
-            origin.shape, shape, own_vocab_size[origin.source], vocab_size
+            origin.shape, shape, sources[origin.source].vocab_size, vocab_size
         ):
             taken[name], grown[name] = origin, shape
         else:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.adapters.fingerprint import FINGERPRINT
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
-from meshwright.config import Adapter, Model
+from meshwright.config import Model
 from meshwright.config.functions import current_name
 from meshwright.config.schemes import is_scheme
 from meshwright.errors import CheckpointError
@@ -176,7 +176,7 @@ def settings_of(
     return settings
 
 
-def open_directory_weights(given: str, model: Model, adapter: Adapter) -> WeightSource:
+def open_directory_weights(given: str, model: Model) -> WeightSource:
     """Open a directory of a scheme, such as Hugging Face's, under the names of this model.
 
     Raises:
@@ -187,7 +187,7 @@ def open_directory_weights(given: str, model: Model, adapter: Adapter) -> Weight
     has_scheme = ":" in given and is_scheme(given)
     if has_scheme or any((place / name).is_file() for name in HUGGING_FACE_FILES):
         path = given if has_scheme else f"hf:{place}"
-        source = call_scheme(path, "weights", model, adapter, key="run.start")
+        source = call_scheme(path, "weights", model, key="run.start")
         assert isinstance(source, WeightSource)
         return source
     if (place / DCP_METADATA).is_file():

@@ -24,14 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
 from meshwright.data.prepare import readers
-from meshwright.data.prepare.chat.bounded import BoundedRenderer, TemplateLimitError
+from meshwright.data.prepare.chat.bounded import BoundedRenderer
 from meshwright.data.prepare.chat.encode import ChatEncoder
-from meshwright.data.prepare.chat.rendering import NO_DATE, RenderingError, now_to_the_second
-from meshwright.data.prepare.chat.template import open_chat_template
+from meshwright.data.prepare.chat.opening import open_chat
 from meshwright.data.prepare.encode import EncodedBlock, Encoder
 from meshwright.data.prepare.finish import Outcome, complete, present_rule, write_indices
 from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
@@ -121,7 +119,9 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     _check_kinds(files, options.form, columns)
     known = open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
     out = options.out.absolute()
-    chat = _open_chat(options, out, known)
+    chat = None
+    if options.chat_template is not None:
+        chat = open_chat(options.chat_template, known, None if options.replace else out)
     rule = _settled_rule(options, out, files, columns)
     request = _request(options, files, known, rule, chat)
     names = [file.name for file in known.files]
@@ -192,44 +192,6 @@ def _check_chat(options: Options) -> None:
             f"--bos {options.begin_token} has no effect with --chat-template"
             f" {options.chat_template}: the template itself writes the token, or does not",
         )
-
-
-def _open_chat(options: Options, out: Path, known: KnownTokenizer) -> BoundedRenderer | None:
-    """Open the chat template, and compile it once to see that it is one; None without a template.
-
-    A template that writes the date gets that of the corpus in ``out``, or of an earlier call.
-    """
-    if options.chat_template is None:
-        return None
-    template = open_chat_template(options.chat_template, known.path)
-    date = NO_DATE
-    if template.is_dated:
-        date = (None if options.replace else _written_date(out)) or now_to_the_second()
-    added = known.tokenizer.get_added_tokens_decoder().values()
-    chat = BoundedRenderer(template, [token.content for token in added], date)
-    try:
-        chat.open()
-    except (RenderingError, TemplateLimitError) as error:
-        raise DataError(
-            "MW-DATA-139",
-            f"{template.path} is no chat template that can be used: {error}. Copy it again, or"
-            " name another with --chat-template",
-        ) from None
-    finally:
-        chat.close()  # workers start their own
-    return chat
-
-
-def _written_date(out: Path) -> str | None:
-    """Return the date that the conversations in ``out`` have, or those of an earlier call."""
-    try:
-        known = fingerprints.read(out)
-    except DataError:  # damaged: prepared again
-        known = None
-    if known is not None and known.prepared is not None:
-        return known.prepared.chat_date
-    begun = begun_request(out)
-    return None if begun is None else begun.chat_date
 
 
 def _encoder(

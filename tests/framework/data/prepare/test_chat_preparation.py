@@ -219,12 +219,12 @@ def fingerprint_of(out: Path) -> fingerprints.Fingerprint:
 
 def test_a_date_is_that_of_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a resumed corpus would have two dates, and the same command would not find it done."""
-    from meshwright.data.prepare import preparation
+    from meshwright.data.prepare.chat import opening
 
     folder = chat_folder(tmp_path / "tokenizer", DATED)
     lines = write_lines(tmp_path / "a.jsonl", [{"messages": ONE}] * 3)
     now = iter(["2026-11-30T09:08:07", "2027-01-01T00:00:00", "2027-01-02T00:00:00"])
-    monkeypatch.setattr(preparation, "now_to_the_second", lambda: next(now))
+    monkeypatch.setattr(opening, "now_to_the_second", lambda: next(now))
     assert prepared(tmp_path / "out", folder, lines).built
     assert counted(tmp_path / "out")[0] == ("2026-11-30 09:08:07\nuser:Hi\nassistant:", False)
     assert not prepared(tmp_path / "out", folder, lines).built

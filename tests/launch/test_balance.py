@@ -14,7 +14,7 @@ from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.order import ORDERS, documents
 from meshwright.data.sources import open_sources
 from meshwright.mesh.comm import Group
-from meshwright_launch.context_balance import describe_balance
+from meshwright_launch.balance import describe_balance
 from tests.framework.data.corpora import bytes_tokenizer, made, write_lines
 from tests.support.seen_keys import imbalance, keys_seen
 
