@@ -38,6 +38,7 @@ from meshwright.context_parallel.exchange import (
     tokens_to_heads,
 )
 from meshwright.context_parallel.grouped import BLOCKS, PLACES, GroupedAttention
+from meshwright.context_parallel.key_cache import KeyCache
 from meshwright.context_parallel.mixing import check_mixing
 from meshwright.errors import ModelError
 from meshwright.expert_parallel.router_tokens import share_router_tokens
@@ -137,29 +138,11 @@ def _hook(kind: str, cut: TokenCut, heads: HeadCut | int | None, site: ModuleSit
         before = partial(_take_heads, name, cut, heads)
         module.register_forward_hook(partial(_give_heads, name, cut))
     elif kind == CORE:
-        if PLACES not in signature(module.forward).parameters:
-            raise ModelError(
-                "MW-CP-008",
-                f"{name} is an attention core by the sharding_plan (kind {CORE!r}), and its forward"
-                f" takes no keyword {PLACES!r}: with parallel.cp > 1 it has some queries and all"
-                f" keys, and {PLACES} (1 or B, queries) are the positions of the queries among the"
-                " keys (docs/long-context.md)",
-            )
-        grouped: GroupedAttention | None = None
-        wanted = None if isinstance(heads, HeadCut) else heads
-        if hasattr(module, BLOCKS):
-            module.forward = grouped = GroupedAttention(
-                name, module.forward, getattr(module, BLOCKS), cut, wanted
-            )
-        elif wanted is not None:
-            raise ModelError(
-                "MW-CP-015",
-                f"parallel.cp_head_groups = {wanted} needs attention cores that attend with some of"
-                " their heads, and "
-                f'{name} does not declare it (a method "{BLOCKS}", docs/long-context.md): leave the'
-                " key out",
-            )
-        before = partial(_exchange, name, cut, grouped)
+        _check_takes_places(name, module)
+        if isinstance(cut, KeyCache):
+            before = partial(_extend_keys, name, cut)
+        else:
+            before = partial(_exchange, name, cut, _group_heads(name, module, cut, heads))
     elif kind == PLACES:
         before = partial(_give_places, cut)
     elif kind == VOCAB and isinstance(module, nn.Embedding):
@@ -172,7 +155,7 @@ def _hook(kind: str, cut: TokenCut, heads: HeadCut | int | None, site: ModuleSit
         before = partial(_own_ids, cut)
     elif kind == POSITIONS:
         before = partial(_lengthen, cut)
-    elif kind == ROUTER:
+    elif kind == ROUTER and not isinstance(cut, KeyCache):  # it needs other tokens in training only
         share_router_tokens(
             module, cut.group, partial(cut.take, dim=1), partial(_in_sample_order, cut)
         )
@@ -180,6 +163,39 @@ def _hook(kind: str, cut: TokenCut, heads: HeadCut | int | None, site: ModuleSit
         module.register_forward_pre_hook(before, with_kwargs=True)
     if kind in (POSITIONS, SEQUENCE):
         module.register_forward_hook(partial(_own_rows, name, kind, cut))
+
+
+def _check_takes_places(name: str, core: nn.Module) -> None:
+    """Raise :class:`ModelError` for a core that cannot attend with some of the queries."""
+    if PLACES not in signature(core.forward).parameters:
+        raise ModelError(
+            "MW-CP-008",
+            f"{name} is an attention core by the sharding_plan (kind {CORE!r}), and its forward"
+            f" takes no keyword {PLACES!r}: with parallel.cp > 1 it has some queries and all"
+            f" keys, and {PLACES} (1 or B, queries) are the positions of the queries among the"
+            " keys (docs/long-context.md)",
+        )
+
+
+def _group_heads(
+    name: str, core: Any, cut: TokenCut, heads: HeadCut | int | None
+) -> GroupedAttention | None:
+    """Make a core gather keys group of heads by group of heads, if it declares its blocks."""
+    wanted = None if isinstance(heads, HeadCut) else heads
+    if hasattr(core, BLOCKS):
+        core.forward = grouped = GroupedAttention(
+            name, core.forward, getattr(core, BLOCKS), cut, wanted
+        )
+        return grouped
+    if wanted is not None:
+        raise ModelError(
+            "MW-CP-015",
+            f"parallel.cp_head_groups = {wanted} needs attention cores that attend with some of"
+            " their heads, and "
+            f'{name} does not declare it (a method "{BLOCKS}", docs/long-context.md): leave the'
+            " key out",
+        )
+    return None
 
 
 def _in_sample_order(cut: TokenCut, ranked: Tensor) -> Tensor:
@@ -275,6 +291,16 @@ def _exchange(
     if grouped is not None and grouped.blocks(*args, **kwargs) is not None:
         return args, kwargs
     return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.positions(q.device)}
+
+
+def _extend_keys(
+    name: str, cache: KeyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keep the new tokens' keys and values, and pass those of all tokens. No communication."""
+    q, k, v, *others = args
+    _check_tokens(name, cache, q, k)
+    k, v = cache.extend(name, k, v)
+    return (q, k, v, *others), {**kwargs, PLACES: cache.positions(q.device)}
 
 
 def _check_tokens(name: str, cut: TokenCut, q: Tensor, k: Tensor) -> None:

@@ -321,8 +321,7 @@ def sample(added: Added) -> None:
         "generate text with a trained model",
         "Continues one or several prompts until the model ends the document or after --tokens"
         " tokens, in one process or, with parallel.* keys, on the ranks of any layout. With"
-        " temperature 0 all layouts give the same text. There is no key-value cache: each token"
-        " runs the whole window. For a look at a model, not for serving.",
+        " temperature 0 all layouts give the same text. For a look at a model, not for serving.",
         'meshwright sample runs/demo --prompt "def main" --tokens 60 --temperature 0\n  meshwright'
         ' sample runs/demo --prompt "import" --prompt "class" --top-p 0.9 --seed 7 --parallel.tp=2',
         takes_overrides=True,
