@@ -40,7 +40,7 @@ def open_run(run: Path) -> tuple[RowForward, int]:
     alone = ("--parallel.pp=1", "--parallel.tp=1")
     config = check(config_for(place, (), "sample", defaults=(*SAME_TEXT, *alone)), 1, 1)
     tokenizer = Tokenizer.from_file(str(config.data.tokenizer))
-    forward = open_rows(config, open_mesh(Grid(), "cpu"), place, tokenizer, None, set())
+    forward, _ = open_rows(config, open_mesh(Grid(), "cpu"), place, tokenizer, None, set())
     return forward, tokenizer.get_vocab_size()
 
 

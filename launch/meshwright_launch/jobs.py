@@ -210,7 +210,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure the loss of a trained model."""
-    is_launched = _check_inference(options)
+    is_launched = check_inference(options)
     from meshwright.inference.corpora import with_corpus
     from meshwright.inference.evaluate import EvaluationJob, check
     from meshwright.inference.load import config_for, locate
@@ -224,12 +224,12 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     work = EvaluationJob(
         place, options.data is None and options.weights == "weights", options.out, options.batches
     )
-    return _run_inference(config, place.run, lambda config, size: (work, check(config, size)))
+    return run_inference(config, place.run, lambda config, size: (work, check(config, size)))
 
 
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     """Generate text with a trained model."""
-    is_launched = _check_inference(options)
+    is_launched = check_inference(options)
     from meshwright.inference.choice import SamplingRequest
     from meshwright.inference.load import config_for, locate
     from meshwright.inference.sample import SAME_TEXT, Sampling, check
@@ -250,12 +250,12 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
         options.seed,
     )
     work = Sampling(place, request, options.out)
-    return _run_inference(
+    return run_inference(
         config, place.run, lambda config, size: (work, check(config, size, len(request.prompts)))
     )
 
 
-def _check_inference(options: argparse.Namespace) -> bool:
+def check_inference(options: argparse.Namespace) -> bool:
     """Check the run before seconds of imports; return True if torchrun,
     srun or mpirun has started this process.
     """
@@ -267,7 +267,7 @@ def _check_inference(options: argparse.Namespace) -> bool:
     return launch_environment() is not Launcher.NONE
 
 
-def _run_inference(config: RunConfig, run: Path, prepare: Prepare) -> int:
+def run_inference(config: RunConfig, run: Path, prepare: Prepare) -> int:
     """Start ranks that use a trained model, or run as one of them.
     Ranks started here log to a temporary directory.
     """

@@ -74,7 +74,7 @@ def open_run(config: RunConfig) -> RowForward:
     checked = check_sampling(asked, 1, len(ROWS))
     tokenizer = Tokenizer.from_file(str(checked.data.tokenizer))
     mesh = open_mesh(Grid(), "cpu")
-    return open_rows(checked, mesh, place, tokenizer, None, {0})
+    return open_rows(checked, mesh, place, tokenizer, None, {0})[0]
 
 
 def generated(forward: RowForward) -> tuple[list[NewTokens], list[Tensor]]:

@@ -116,6 +116,23 @@ def test_a_broken_one_is_left_out_with_a_line(entry: str, tmp_path: Path) -> Non
     assert run(tmp_path, "errors", "MW-DATA-001").returncode == 0
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "eval.high = third.wrong:high",
+        "eval = third.parsers:fails",
+        "nothing.high = third.parsers:fly",
+    ],
+)
+def test_broken_options_are_left_out_with_a_line(entry: str, tmp_path: Path) -> None:
+    installed(tmp_path, "meshwright.options", entry)
+    done = run(tmp_path, "eval", "--help")
+    assert done.returncode == 0 and "--tasks" in done.stdout
+    (line,) = done.stderr.splitlines()
+    name = entry.partition(" ")[0]
+    assert line.startswith(f"meshwright: the options of {name} of the package third are left out: ")
+
+
 def test_ours_are_not_replaced(tmp_path: Path) -> None:
     installed(
         tmp_path, "meshwright.commands", "mesh = third.parsers:fly", "status = third.parsers:fly"
@@ -165,6 +182,12 @@ MODULES = dict(
     )
 )
 """Module of the package on the page -> its source."""
+(ADDED,) = re.findall(
+    r"is added to `my_package/parsers\.py`:\n\n```python\n(.*?)^```$",
+    PAGE,
+    re.MULTILINE | re.DOTALL,
+)
+MODULES["parsers"] += ADDED
 
 
 @pytest.fixture
@@ -189,6 +212,7 @@ def test_the_documented_command_and_scheme_work(documented: Path) -> None:
     done = run(documented, "layers", "c.toml", "--most=1")
     assert done.stdout == "embedding Embedding\n", done.stderr
     assert run(documented, "config", "layers", "c.toml", "--most=1").stdout == done.stdout
+    assert run(documented, "status", "a/run", "--loud").stdout == "A/RUN\n"
     wide = run(documented, "layers", "c.toml", "--most=1", "--model.builder=tiny:wide")
     assert wide.returncode == 0
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint, WholeModel, describe, draw_blueprint
+from meshwright.checkpoint import CheckpointReader
 from meshwright.config import RunConfig
 from meshwright.context_parallel.key_cache import KeyCache
 from meshwright.context_parallel.plan import apply as apply_cut
@@ -137,7 +138,7 @@ def open_rows(
     tokenizer: Tokenizer,
     known: Fingerprint | None,
     ends: set[int],
-) -> RowForward:
+) -> tuple[RowForward, CheckpointReader]:
     """Open a trained model for rows. Every rank calls it; blocks.
 
     ``known``, ``ends``: of the corpus beside the tokenizer, and tokens that end a document.
@@ -145,8 +146,19 @@ def open_rows(
     inputs_of = _inputs_function(config, tokenizer, known, ends)
     blueprint, cache = draw_with_cache(config, mesh)
     windows = windows_of(blueprint, cache)
-    parts, _ = open_trained(blueprint, mesh, place)
-    return RowForward(parts, windows, inputs_of, cache)
+    parts, checkpoint = open_trained(blueprint, mesh, place)
+    return RowForward(parts, windows, inputs_of, cache), checkpoint
+
+
+def rows_of_training(
+    parts: ForwardParts, tokenizer: Tokenizer, known: Fingerprint | None, ends: set[int]
+) -> RowForward:
+    """Return the forward of rows through a training's own stages, in the shapes of its samples and
+    without a cache. Use it in :func:`meshwright.run.observers.evaluation_mode`.
+    """
+    length = parts.config.data.sequence_length
+    windows = {Window(length, length): parts.blueprint.boundaries}
+    return RowForward(parts, windows, _inputs_function(parts.config, tokenizer, known, ends))
 
 
 def _inputs_function(

@@ -37,10 +37,10 @@ from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import print_lines
 
+SAME_NUMBERS = ("--train.dtype=float32", "--train.linear=dtype", "--train.fp8_keep=none")
+"""Overrides with which logits are the same on any layout, up to rounding in float32."""
 SAME_TEXT = (
-    "--train.dtype=float32",
-    "--train.linear=dtype",
-    "--train.fp8_keep=none",
+    *SAME_NUMBERS,
     "--parallel.dp=1",
     "--parallel.sequence=false",
     *WHOLE_SAMPLES,
@@ -96,6 +96,28 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
     Raises:
         ConfigError: the run was not trained on text, has no tokenizer, or dp is not 1.
     """
+    config = text_config(config)
+    for name in ("dp", "cp"):
+        if getattr(config.parallel, name) != 1:
+            raise ConfigError(
+                "MW-INFERENCE-015",
+                f"parallel.{name} has no use here: all prompts go through one replica; leave"
+                " it out",
+            )
+    batch = config.batch.model_copy(
+        update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts}
+    )
+    config = resolve(config.model_copy(update={"batch": batch}), world_size)
+    draw_blueprint(config)
+    return config
+
+
+def text_config(config: RunConfig) -> RunConfig:
+    """Return the configuration of a run that was trained on text, with its tokenizer.
+
+    Raises:
+        ConfigError: it was trained on something else, or has no tokenizer.
+    """
     if config.data.builder is not None or config.data.task != "causal":
         if config.data.builder:
             what = f"samples of {config.data.builder}"
@@ -112,23 +134,9 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
             "the run has no tokenizer, which decodes the generated tokens: there is none beside its"
             " corpus; name one with --data.tokenizer=PATH/tokenizer.json",
         )
-    config = config.model_copy(
-        update={"data": config.data.model_copy(update={"tokenizer": str(tokenizer)})}
-    )
-    for name in ("dp", "cp"):
-        if getattr(config.parallel, name) != 1:
-            raise ConfigError(
-                "MW-INFERENCE-015",
-                f"parallel.{name} has no use here: all prompts go through one replica; leave"
-                " it out",
-            )
     load(tokenizer)
-    batch = config.batch.model_copy(
-        update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts}
-    )
-    config = resolve(config.model_copy(update={"batch": batch}), world_size)
-    draw_blueprint(config)
-    return config
+    data = config.data.model_copy(update={"tokenizer": str(tokenizer)})
+    return config.model_copy(update={"data": data})
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,7 @@ def generate(
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
     ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known, config.data)
-    forward = open_rows(config, mesh, place, tokenizer, known, ends)
+    forward, _ = open_rows(config, mesh, place, tokenizer, known, ends)
     rows = [
         encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)]
         for prompt in request.prompts

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -292,6 +292,24 @@ class TotalLoss(NamedTuple):
     """Metrics that layers and the loss recorded, by name."""
 
 
+@contextlib.contextmanager
+def evaluation_mode(parts: ForwardParts) -> Iterator[None]:
+    """Run forwards in eval mode within the block, with the largest schedule of the run;
+    afterwards training goes on as before.
+    """
+    schedule, data_s = parts.executor.schedule, parts.data_s
+    parts.executor.set_schedule(parts.blueprint.schedule)
+    stages = parts.executor.stages.values()
+    modes = {module: module.training for stage in stages for module in stage.layers.modules()}
+    for stage in stages:
+        stage.layers.eval()
+    yield
+    for module, training in modes.items():  # modules that the builder put into eval mode stay in it
+        module.training = training
+    parts.executor.set_schedule(schedule)
+    parts.data_s = data_s  # reads of a validation are no part of the step
+
+
 def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
     """Run forward in eval mode over these global batches; return the total loss.
 
@@ -299,21 +317,12 @@ def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
     """
     names = parts.executor.metrics
     sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=parts.mesh.device)
-    schedule, data_s = parts.executor.schedule, parts.data_s
-    parts.executor.set_schedule(parts.blueprint.schedule)
-    stages = parts.executor.stages.values()
-    modes = {module: module.training for stage in stages for module in stage.layers.modules()}
-    for stage in stages:
-        stage.layers.eval()
-    for feed in feeds:
-        row = parts.executor.validate(feed)
-        sums[2:] += row.recorder.vector(parts.mesh.device)
-        for part in row.loss_parts if parts.mesh.at.tp_rank == 0 else ():
-            sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
-    for module, training in modes.items():  # modules that the builder put into eval mode stay in it
-        module.training = training
-    parts.executor.set_schedule(schedule)
-    parts.data_s = data_s  # reads of a validation are no part of the step
+    with evaluation_mode(parts):
+        for feed in feeds:
+            row = parts.executor.validate(feed)
+            sums[2:] += row.recorder.vector(parts.mesh.device)
+            for part in row.loss_parts if parts.mesh.at.tp_rank == 0 else ():
+                sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
     parts.mesh.world.all_reduce(sums).wait()
     loss_sum, num_tokens, *recorded = sums.tolist()
     return TotalLoss(float(loss_sum), int(num_tokens), means(names, recorded))

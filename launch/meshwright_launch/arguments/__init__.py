@@ -8,7 +8,12 @@ from meshwright.system.packages import entries_of
 from meshwright.system.process import own_version
 from meshwright_launch.arguments import checkpoints, files, inspection, planning, training
 from meshwright_launch.arguments.common import AddCommand, CommandParser
-from meshwright_launch.arguments.registered import GROUP, add_registered
+from meshwright_launch.arguments.registered import (
+    GROUP,
+    OPTIONS,
+    add_registered,
+    add_registered_options,
+)
 
 OWN: dict[str, AddCommand] = {
     "init": planning.init,
@@ -85,5 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
             OWN[name](added)
         if name in others:
             add_registered(added, others[name], OWN)
+    for entry in entries_of(OPTIONS).values():
+        add_registered_options(added, entry)
     parser.absent = frozenset(ORDER) - set(added.choices)
     return parser

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from meshwright.errors import UserError
 from meshwright.system.atomic import check_place
@@ -78,6 +78,28 @@ def command(
     )
     parser.set_defaults(run=run, takes_overrides=takes_overrides)
     return parser
+
+
+class RunsInstead(argparse.Action):
+    """Option of a command that runs another function in place of the command's own, with the same
+    options.
+    """
+
+    def __init__(self, *args: Any, run: str, **kwargs: Any) -> None:
+        """Create the option. ``run``: as for :func:`load_command`."""
+        super().__init__(*args, **kwargs)
+        self._run = run
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Store the value, and the function."""
+        setattr(namespace, self.dest, values)
+        namespace.run = self._run
 
 
 def load_command(run: str) -> Command:

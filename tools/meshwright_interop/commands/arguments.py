@@ -9,7 +9,9 @@ from pathlib import Path
 
 from meshwright_launch.arguments.common import (
     Added,
+    RunsInstead,
     command,
+    count,
     output,
     parse_count_from_0,
     rank_count,
@@ -152,3 +154,38 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="with --to hf: add a run's adapters to its weights"
     )
+
+
+def tasks_of_eval(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``meshwright eval --tasks``."""
+    group = parser.add_argument_group("tasks of lm-evaluation-harness, in place of the loss")
+    group.add_argument(
+        "--tasks",
+        action=RunsInstead,
+        run="meshwright_interop.commands.tasks:evaluate_tasks",
+        type=_names,
+        metavar="T[,T]",
+        help="names of tasks or groups, such as arc_easy,hellaswag",
+    )
+    group.add_argument(
+        "--task-folder",
+        type=Path,
+        metavar="DIR",
+        help="tasks of your own; the files may name functions, which are imported",
+    )
+    group.add_argument(
+        "--shots",
+        type=parse_count_from_0,
+        metavar="N",
+        help="examples before each question (default: the task's)",
+    )
+    group.add_argument(
+        "--questions", type=count, metavar="N", help="questions of each task (default: all)"
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("name a task, such as arc_easy")
+    return names

@@ -1,0 +1,31 @@
+"""Command ``meshwright eval RUN --tasks``."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshwright.errors import ConfigError
+from meshwright.inference.load import config_for, locate
+from meshwright.inference.sample import SAME_NUMBERS
+from meshwright_interop.tasks.job import TaskJob, check
+from meshwright_interop.tasks.library import TaskRequest
+from meshwright_launch.jobs import check_inference, run_inference
+
+
+def evaluate_tasks(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Evaluate tasks of lm-evaluation-harness on the ranks of a layout."""
+    is_launched = check_inference(options)
+    for name in ("data", "batches"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                "MW-INTEROP-168",
+                f"--{name} is of the loss, and --tasks has questions of its own: leave one out",
+            )
+    place = locate(options.place, options.step)._replace(weights=options.weights)
+    defaults = [*SAME_NUMBERS, *(["--parallel.dp=auto"] if is_launched else [])]
+    config = config_for(place, overrides, "eval", defaults=defaults, trust_code=options.trust_code)
+    request = TaskRequest(options.tasks, options.task_folder, options.shots, options.questions)
+    work = TaskJob(place, request, options.out)
+    return run_inference(
+        config, place.run, lambda config, size: (work, check(config, size, request))
+    )

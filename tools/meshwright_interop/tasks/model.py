@@ -1,0 +1,146 @@
+"""Model class of lm-evaluation-harness over the ranks of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from meshwright.errors import ConfigError
+from meshwright.inference.scoring import Score, ScoredText
+from meshwright_interop.tasks.ranks import Continued, Ranks
+from meshwright_interop.tasks.texts import TextEncoding
+
+MOST_TOKENS = 256
+"""Most new tokens of a text, where the task sets none."""
+
+
+class RanksModel(TemplateLM):  # type: ignore[misc]
+    """Model that scores and continues texts on all ranks of a layout.
+
+    Texts are encoded as the training's documents were; a text without a context begins with the
+    token before a document.
+    """
+
+    def __init__(self, ranks: Ranks, texts: TextEncoding, seed: int) -> None:
+        """Create the model on rank 0. ``seed``: of texts that are drawn."""
+        super().__init__()
+        self._ranks, self._texts, self._seed = ranks, texts, seed
+
+    @property
+    def eot_token_id(self) -> int:
+        """Token before a text without a context."""
+        if self._texts.begin is None:
+            raise ConfigError(
+                "MW-INTEROP-165",
+                "a task scores texts without a context, and the tokenizer has no token that begins"
+                " or ends a document: leave the task out",
+            )
+        return self._texts.begin
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a row."""
+        return self._ranks.forward.longest
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Encode a text, as the beginning of a document unless it is to have no special tokens."""
+        return self._texts.encode(string, is_whole=add_special_tokens is not False)
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Score continuations of contexts, without a progress bar."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        texts = [
+            # a context of blanks is part of the continuation
+            ScoredText(tuple(context) or (self.prefix_token_id,), tuple(more))
+            for _, context, more in requests
+        ]
+        for text in texts:
+            if len(text.continuation) > self.max_length:
+                raise ConfigError(
+                    "MW-INTEROP-164",
+                    f"a task asks for the probability of {len(text.continuation):,} tokens at once,"
+                    f" and the model reads {self.max_length:,} (data.sequence_length): leave the"
+                    " task out",
+                )
+        return [tuple(score) for score in self._scores(texts)]  # type: ignore[misc]
+
+    def _scores(self, texts: Sequence[ScoredText]) -> list[Score]:
+        """Score texts of similar length together."""
+        by_length = sorted(range(len(texts)), key=lambda at: -sum(map(len, texts[at])))
+        found: dict[int, Score] = {}
+        size = self._ranks.forward.num_rows
+        for start in range(0, len(texts), size):
+            batch = by_length[start : start + size]
+            scores = self._ranks.score([texts[at] for at in batch])
+            found |= dict(zip(batch, scores, strict=True))
+        return [found[at] for at in range(len(texts))]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
+        """Score whole texts, in windows of ``max_length`` tokens."""
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, continuation in map(make_disjoint_window, rolling):
+                windows.append(ScoredText(tuple(context), tuple(continuation)))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for number, score in zip(owners, self._scores(windows), strict=True):
+            sums[number] += score.log_probability
+        return sums
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        """Extend contexts up to a stop text, greedily unless the task draws."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        found: dict[int, str] = {}
+        for numbers in groups.values():
+            contexts = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
+            options = requests[numbers[0]].args[1]
+            by_length = sorted(numbers, key=lambda number: len(contexts[number]))
+            size = self._ranks.forward.num_rows
+            for start in range(0, len(by_length), size):
+                batch = by_length[start : start + size]
+                texts = self._continued([contexts[number] for number in batch], options)
+                found |= dict(zip(batch, texts, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def _continued(self, contexts: Sequence[list[int]], options: dict[str, Any]) -> list[str]:
+        """Extend texts with the same options."""
+        until = options.get("until") or []
+        stops = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
+        most_tokens = min(int(options.get("max_gen_toks", MOST_TOKENS)), self.max_length - 1)
+        is_drawn = bool(options.get("do_sample", False))
+        temperature = float(options.get("temperature", 1.0 if is_drawn else 0.0))
+        wanted = Continued(
+            # the last tokens that leave room for the new ones
+            tuple(tuple(ids[-(self.max_length - most_tokens) :]) for ids in contexts),
+            most_tokens,
+            stops,
+            temperature if is_drawn else 0.0,
+            float(options.get("top_p", 1.0)),
+            self._seed,
+        )
+        texts = []
+        for new in self._ranks.continue_texts(wanted):
+            text = self._ranks.tokenizer.decode(list(new.ids), skip_special_tokens=False)
+            for stop in stops:
+                text = text.split(stop)[0]
+            texts.append(text)
+        return texts

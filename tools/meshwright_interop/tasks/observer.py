@@ -1,0 +1,74 @@
+"""Evaluation tasks while a run trains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.inference.rows import rows_of_training
+from meshwright.inference.sample import text_config
+from meshwright.optimizer import evaluating
+from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.run.observers import evaluation_mode
+from meshwright_interop.tasks.job import run_tasks, scores_of
+from meshwright_interop.tasks.library import TaskRequest, open_tasks
+from meshwright_interop.tasks.texts import TextEncoding
+
+
+class TaskScores(Observer):
+    """Observer that evaluates tasks of lm-evaluation-harness every few steps and after the last.
+
+    The ranks, layout and dtype are those of the training. The scores are metrics of the step,
+    ``tasks/TASK/METRIC``. Generation runs the whole row for each token: prefer tasks that score.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        every: int,
+        *,
+        folder: Path | None = None,
+        shots: int | None = None,
+        questions: int | None = None,
+    ) -> None:
+        """Create the observer; arguments as the options of ``meshwright eval``.
+
+        ``every``: steps between two evaluations; 0: after the last step only.
+        """
+        self._request = TaskRequest(tuple(tasks), folder, shots, questions)
+        self._every = every
+
+    def setup(self, parts: Parts) -> None:
+        """Check that there are such tasks, and a tokenizer.
+
+        Raises:
+            ConfigError: there is no such task, or the run does not train on text.
+        """
+        text_config(parts.config)
+        if parts.mesh.rank == 0:
+            open_tasks(self._request)
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Evaluate if due. Collective over all ranks; blocks."""
+        is_due = self._every > 0 and parts.state.step % self._every == 0
+        if not (is_due or event.is_last):
+            return
+        texts = TextEncoding.of(text_config(parts.config))
+        forward = rows_of_training(parts, texts.tokenizer, texts.known, set(texts.ends))
+        with (
+            parts.mesh.activity.during("evaluating tasks"),
+            evaluating(parts.optimizer),
+            evaluation_mode(parts),
+        ):
+            found = run_tasks(forward, texts, self._request)
+        if found is not None:
+            event.metrics |= {
+                f"tasks/{_name(score.task)}/{_name(score.metric)}": score.value
+                for score in scores_of(found)
+            }
+
+
+def _name(text: str) -> str:
+    """Return a name that a record takes."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-")
