@@ -98,8 +98,12 @@ def windows_of(blueprint: Blueprint, cache: KeyCache | None) -> dict[Window, lis
     """
     length, size = blueprint.config.data.sequence_length, blueprint.config.batch.micro_batch_size
     lengths = [length]
-    while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < length:
-        lengths.append(shorter)
+    if blueprint.grid.cp == 1:  # its cut is that of whole samples
+        while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < length:
+            lengths.append(shorter)
+    parallel = blueprint.config.parallel
+    parts = parallel.tp if parallel.sequence else 1
+    lengths = [each for each in lengths if each % parts == 0]
     windows = [Window(each, each) for each in sorted(lengths)]
     if cache is not None:
         windows += [Window(each, 1) for each in sorted(lengths)]
