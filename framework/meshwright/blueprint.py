@@ -23,6 +23,7 @@ from torch import nn
 from meshwright.config import RunConfig, batch_numbers, dump
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.plan import share_tokens
+from meshwright.data.mixture_losses import corpus_losses
 from meshwright.data.sources import example
 from meshwright.errors import ModelError
 from meshwright.expert_parallel import plan as experts
@@ -236,7 +237,7 @@ def draw_blueprint(
         running=tuple(whole.forward.running),
         recomputed=plan.recomputed,
         offloaded=plan.offloaded,
-        metrics=whole.forward.metrics,
+        metrics=(*whole.forward.metrics, *corpus_losses(config.data)),
         cut=cut,
     )
 

@@ -18,6 +18,7 @@ from meshwright.config import (
     reduces_each_microbatch,
     shard_factor,
 )
+from meshwright.data.mixture_losses import corpus_losses, with_corpora
 from meshwright.data.sources import (
     Source,
     ValidationSources,
@@ -223,6 +224,8 @@ def _build_stages(
     stages_of = blueprint.stage_of_parameter()
     tied = tied_groups(stages_of, blueprint.schedule.rank_of, mesh)
     training_loss = pick_loss(blueprint, mesh.tp, training=True)
+    if of_corpora := corpus_losses(blueprint.config.data):
+        training_loss = with_corpora(training_loss, of_corpora, blueprint.model.current)
     validation_loss = pick_loss(blueprint, mesh.tp, training=False)
     losses = training_loss, validation_loss
     stages: dict[int, Stage] = {}

@@ -22,5 +22,7 @@ class CurrentMicrobatch:
     """Tokens of each sample that this rank has, where samples differ: those of the Microbatch, see
     NOTE [order by documents].
     """
+    corpora: Tensor | None = None
+    """Training corpus of each sample, (B,) int64, on the last stage; None: one corpus."""
     is_recompute: bool = False
     """True while a forward runs inside backward (recompute), or while only costs are counted."""

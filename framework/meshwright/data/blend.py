@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from os.path import realpath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,9 @@ class Blend:
         """
         self.corpora = tuple(corpora)
         self.weights = tuple(weights)
+        unique = list(dict.fromkeys(realpath(corpus.prefix) for corpus in corpora))
+        self._kinds = [unique.index(realpath(corpus.prefix)) for corpus in corpora]
+        """Position of each corpus among those with different paths."""
         self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()
         self.num_samples: int = self.ends[-1]
         self.sequence_length = corpora[0].sequence_length
@@ -42,6 +46,12 @@ class Blend:
         """Return the lengths of the documents in sample ``number``, counted over all corpora."""
         corpus, local = self._locate(number)
         return corpus.document_lengths(local)
+
+    def kind(self, number: int) -> int:
+        """Return the corpus of sample ``number``, as a position among those with different
+        paths.
+        """
+        return self._kinds[bisect_left(self.ends, number + 1)]
 
     def sample(self, number: int) -> NDArray[np.int64]:
         """Return window ``number``, counted over all corpora: (S + 1,) token ids."""

@@ -42,6 +42,13 @@ class CorpusSource(NamedTuple):
         ]
         return np.array(seen, dtype=np.int64)
 
+    def corpora_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the corpus of each sample, see :class:`meshwright.data.mixture_losses.MixedSource`."""
+        if not isinstance(self.corpus, Blend):
+            return []
+        numbers = [self.order(index) for index in indices]
+        return [0 if number is None else self.corpus.kind(number) for number in numbers]
+
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (token ids (B, S) int64, labels (B, S) int64) of these sample indices of the run.
 

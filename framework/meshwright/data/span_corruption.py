@@ -200,6 +200,13 @@ class SpanCorruptionSource(NamedTuple):
         """Sd: length of the decoder."""
         return lengths(self.sequence_length).decoder
 
+    def corpora_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the corpus of each sample, see :class:`meshwright.data.mixture_losses.MixedSource`."""
+        if not isinstance(self.corpus, Blend):
+            return []
+        numbers = [self.order(index) for index in indices]
+        return [0 if number is None else self.corpus.kind(number) for number in numbers]
+
     def read(self, indices: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
         """Return (inputs, labels (B, Sd) int64) of these sample indices of the run.
 

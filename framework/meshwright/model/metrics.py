@@ -25,6 +25,8 @@ from torch import Tensor
 from meshwright.errors import ModelError
 
 MAX_NAMES = 50
+OF_CORPUS = "train/loss/"
+"""Beginning of the metric of a training corpus, which is no metric of the model."""
 _NAME = re.compile(r"(?!validation/)[A-Za-z][\w.-]{0,63}(/[\w.-]{1,16})?", re.ASCII)
 _NOTHING = torch.zeros(2, dtype=torch.float64)
 
@@ -92,7 +94,11 @@ def means(names: Collection[str], sums: list[float]) -> dict[str, float]:
 
 def model_metrics(metrics: Mapping[str, float], kind: str = "") -> dict[str, float]:
     """Return recorded metrics under their names in a step's record; NaN and Inf are left out."""
-    return {f"model/{kind}{name}": value for name, value in metrics.items() if math.isfinite(value)}
+    return {
+        name if name.startswith(OF_CORPUS) else f"model/{kind}{name}": value
+        for name, value in metrics.items()
+        if math.isfinite(value)
+    }
 
 
 def _is_one(leaf: object) -> bool:

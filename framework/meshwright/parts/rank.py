@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.config.batch import validation_steps
+from meshwright.data.mixture_losses import MixedSource
 from meshwright.data.work import Dealt, WeighedSource, deal
 from meshwright.model.buffers import StepState
 from meshwright.optimizer import LossScale, add_state
@@ -150,7 +151,17 @@ class StepFeed:
         # the loss is computed in float32
         labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))
         labels = cut.take_labels(labels, tokens)
-        return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m), tokens)
+        return Microbatch(
+            cast_floats(inputs, dtype), labels, self.sample_indices(m), tokens, self._corpora(m)
+        )
+
+    def _corpora(self, m: int) -> Tensor | None:
+        """Return the training corpus of each sample, (B,) int64 on the device;
+        None where there is one alone.
+        """
+        source = self.source
+        found = source.corpora_of(self.indices(m)) if isinstance(source, MixedSource) else []
+        return self.parts.mesh.to_device(torch.tensor(found)) if found else None
 
     def sample_indices(self, m: int) -> Tensor:
         """Return :meth:`indices` as (B,) int64 on the device."""

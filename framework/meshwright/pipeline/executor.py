@@ -195,6 +195,7 @@ class Executor:
             else:
                 self.current.sample_indices = run.feed.sample_indices(microbatch)
             self.current.tokens = samples and samples.tokens
+            self.current.corpora = samples and samples.corpora
             labels = samples.labels if samples is not None and is_last_stage else None
             with run.recording:
                 output = self.stages[index].forward(microbatch, inputs, labels, train=train)

@@ -109,6 +109,7 @@ class Microbatch(NamedTuple):
     labels: Tensor  # (B, ...), IGNORED_LABEL where it does not count
     sample_indices: Tensor  # (B,) int64, global
     tokens: Any = None  # this rank's tokens of each sample, where they differ by sample: see CurrentMicrobatch
+    corpora: Tensor | None = None  # (B,) int64, the training corpus of each sample of a mixture
 
 
 class Feed(Protocol):

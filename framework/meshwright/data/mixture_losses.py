@@ -1,0 +1,92 @@
+"""Loss of each training corpus of a mixture, free with the sums of a step.
+
+source           indices -> the corpus of each row            on the ranks of the last stage
+with_corpora     losses of labels -> sums of each corpus      recorded as a model's metrics are
+step             one all-reduce of all sums                   train/loss/NAME
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from os.path import realpath
+from pathlib import PurePath
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Data
+from meshwright.current import CurrentMicrobatch
+from meshwright.model.metrics import OF_CORPUS, record
+from meshwright.pipeline.values import IGNORED_LABEL, Loss
+
+
+@runtime_checkable
+class MixedSource(Protocol):
+    """Source whose samples come from one or several corpora."""
+
+    def corpora_of(self, indices: Sequence[int]) -> list[int]:
+        """Return the corpus of each sample, as a position in :func:`corpus_losses`;
+        empty if there is only one.
+        """
+
+
+def corpus_losses(data: Data) -> tuple[str, ...]:
+    """Return the metric of each training corpus, in the order of the configuration; of a path that
+    occurs several times once. Empty with one corpus.
+
+    A corpus is called by the last part of its path, or by its folder if that is ``train``.
+    """
+    mixtures = [data.train, *(stage.train for stage in data.stages)]
+    paths = [
+        path
+        for mixture in mixtures
+        for path in ([mixture] if isinstance(mixture, str) else [each.path for each in mixture])
+    ]
+    unique = list(dict.fromkeys(map(realpath, paths)))
+    if data.builder is not None or len(unique) < 2:
+        return ()
+    names = [_name(PurePath(path)) for path in unique]
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"{OF_CORPUS}{name}" + (f"-{seen[name]}" if seen[name] > 1 else ""))
+    return tuple(found)
+
+
+def _name(path: PurePath) -> str:
+    last = path.parent.name if path.name == "train" and path.parent.name else path.name
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", last)[:60] or "corpus"
+
+
+def with_corpora(loss: Loss, metrics: Sequence[str], current: CurrentMicrobatch) -> Loss:
+    """Return the loss that also records the mean of each corpus.
+
+    ``metrics``: from :func:`corpus_losses`. ``current``: has the corpora of the rows.
+    """
+
+    def recorded(output: Any, labels: Tensor) -> Tensor:
+        losses = loss(output, labels)
+        if current.corpora is not None:
+            with torch.no_grad():
+                _record(losses, labels, metrics, current.corpora)
+        return losses
+
+    return recorded
+
+
+def _record(losses: Tensor, labels: Tensor, metrics: Sequence[str], corpora: Tensor) -> None:
+    """Record the sums of losses and labels (B, ...) of each corpus; corpora: (B,) int64."""
+    of_rows = torch.stack(
+        [
+            losses.flatten(1).sum(1, dtype=torch.float64),
+            (labels != IGNORED_LABEL).flatten(1).sum(1, dtype=torch.float64),
+        ],
+        dim=1,
+    )
+    sums = of_rows.new_zeros(len(metrics), 2).index_add_(0, corpora, of_rows)
+    for name, (loss_sum, count) in zip(metrics, sums, strict=True):
+        record(name, loss_sum, count)
