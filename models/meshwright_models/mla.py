@@ -7,7 +7,8 @@ arXiv:2412.19437, section 2.1.1).
                         '--> kv_norm --> kv_up -> of each head: | k nope | v |
 
 Queries, and keys with values, pass through vectors of low rank. Only the ``rope`` features are
-rotated. Without ``q_rank`` the queries have one projection ``q``.
+rotated. Without ``q_rank`` the queries have one projection ``q``. ``score_scale`` is a factor on
+the scores q k / sqrt(d), that of YaRN (``yarn.py``).
 
 Under tensor parallelism the heads are split: ``q_up``, ``kv_up`` and ``out`` by a sharding rule.
 The projections down are whole on every rank, on all tokens.
@@ -18,6 +19,7 @@ and a key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -75,6 +77,7 @@ class LatentAttention(nn.Module):
         rotary: nn.Module,
         dropout: float,
         window: int | None = None,
+        score_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.sizes, self.num_heads = sizes, num_heads
@@ -91,7 +94,10 @@ class LatentAttention(nn.Module):
             sizes.kv_rank, num_heads * (sizes.nope_dim + sizes.v_dim), bias=False
         )
         self.rotary = rotary
-        self.core = AttentionCore(window)
+        features = sizes.nope_dim + sizes.rope_dim
+        self.core = AttentionCore(
+            window, None if score_scale == 1 else math.sqrt(features) / score_scale
+        )
         self.drops = dropout > 0
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * sizes.v_dim, hidden_size, bias=False)
