@@ -38,7 +38,6 @@ from meshwright_interop.huggingface.restructure.experts import (
     implementation,
     matrices_of_experts,
     plan_of_experts,
-    tables_of,
     without_parameters,
 )
 from meshwright_interop.huggingface.restructure.initial import ParameterInitialiser
@@ -50,6 +49,7 @@ from meshwright_interop.huggingface.restructure.plans import (
     sharding_of,
 )
 from meshwright_interop.huggingface.restructure.probe import probe
+from meshwright_interop.huggingface.restructure.rotary import choose_by_length, refuse_dynamic
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
 from meshwright_interop.huggingface.rules import TensorMapping
@@ -61,8 +61,6 @@ FRESH_WEIGHTS = "set model.options.weights = false to draw fresh weights"
 """Alternative in error messages about the files."""
 EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
 """Accepted element types of weights: training starts from float32, which holds all their values."""
-CHANGING_ROTARY = ("dynamic", "longrope")
-"""Types of rotary embedding whose frequencies depend on the sequence lengths seen so far."""
 
 
 def builder(path: str) -> Callable[..., nn.Sequential]:
@@ -182,18 +180,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             " (AutoModelForCausalLM): only those are restructured; write this one as code, see"
             " docs/huggingface-models.md",
         )
-    kinds = {
-        str(value.get("rope_type"))
-        for value in tables_of(getattr(config, "rope_parameters", None) or {})
-    }
-    changing = sorted(kinds & set(CHANGING_ROTARY))
-    if changing:
-        raise ModelError(
-            "MW-INTEROP-069",
-            f"{place}: rope_type = {changing[0]!r} changes the rotary frequencies by the longest"
-            " sequence seen so far, which differs between processes: train with a rope_parameters"
-            " of another type (linear, llama3, yarn) in model.options",
-        )
+    refuse_dynamic(config, place)
     if attention not in (None, "sdpa", "eager"):
         raise ModelError(
             "MW-INTEROP-070",
@@ -214,6 +201,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             "MW-INTEROP-072",
             f"{place}: transformers cannot build it: {type(error).__name__}: {error}",
         ) from error
+    choose_by_length(model, place)
     model.config.use_cache = False
     return model.train()
 
