@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from meshwright_models.attention import Attention, AttentionShape
+from meshwright_models.attention import Attention, AttentionCore, AttentionShape
 from meshwright_models.blocks import (
     Block,
     Embedding,
@@ -166,10 +166,13 @@ def _attentions(options: Mapping[str, Any], norm: Callable[[int], nn.Module]) ->
         rotary, yarn = rotary_of(options, latent.rope_dim), yarn_of(options)
         sizes = options["hidden_size"], options["num_heads"], latent
         norm = norm if latent.norm_eps is None else partial(nn.RMSNorm, eps=latent.norm_eps)
-        last = {"norm": norm, "dropout": dropout, "window": options["sliding_window"]}
-        last["score_scale"] = 1.0 if yarn is None else yarn.score_scale
+        divisor = latent.score_divisor(1.0 if yarn is None else yarn.score_scale)
+        core = partial(AttentionCore, options["sliding_window"], divisor)
         plan: dict[str, Any] = {"block*.attention": split_heads} | LATENT_PLAN
-        return Attentions(lambda: LatentAttention(*sizes, rotary=rotary(), **last), plan, {})
+        last = {"norm": norm, "dropout": dropout}
+        return Attentions(
+            lambda: LatentAttention(*sizes, rotary=rotary(), core=core(), **last), plan, {}
+        )
     shape = _attention_shape(options)
     rotary = rotary_of(options, shape.head_dim)
     given = {"bias": options["qkv_bias"], "out_bias": options["out_bias"], "dropout": dropout}

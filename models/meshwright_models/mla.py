@@ -7,8 +7,7 @@ arXiv:2412.19437, section 2.1.1).
                         '--> kv_norm --> kv_up -> of each head: | k nope | v |
 
 Queries, and keys with values, pass through vectors of low rank. Only the ``rope`` features are
-rotated. Without ``q_rank`` the queries have one projection ``q``. ``score_scale`` is a factor on
-the scores q k / sqrt(d), that of YaRN (``yarn.py``).
+rotated. Without ``q_rank`` the queries have one projection ``q``.
 
 Under tensor parallelism the heads are split: ``q_up``, ``kv_up`` and ``out`` by a sharding rule.
 The projections down are whole on every rank, on all tokens.
@@ -63,6 +62,10 @@ class LatentOptions(NamedTuple):
     norm_eps: float | None = None
     """eps of the norms of these vectors. None: the model's."""
 
+    def score_divisor(self, scale: float) -> float | None:
+        """Return the divisor of the scores q k, sqrt(d) / ``scale``; None for sqrt(d)."""
+        return None if scale == 1 else math.sqrt(self.nope_dim + self.rope_dim) / scale
+
 
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, (B, S, D) -> (B, S, D)."""
@@ -76,8 +79,7 @@ class LatentAttention(nn.Module):
         norm: Callable[[int], nn.Module],
         rotary: nn.Module,
         dropout: float,
-        window: int | None = None,
-        score_scale: float = 1.0,
+        core: AttentionCore,
     ) -> None:
         super().__init__()
         self.sizes, self.num_heads = sizes, num_heads
@@ -94,10 +96,7 @@ class LatentAttention(nn.Module):
             sizes.kv_rank, num_heads * (sizes.nope_dim + sizes.v_dim), bias=False
         )
         self.rotary = rotary
-        features = sizes.nope_dim + sizes.rope_dim
-        self.core = AttentionCore(
-            window, None if score_scale == 1 else math.sqrt(features) / score_scale
-        )
+        self.core = core
         self.drops = dropout > 0
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * sizes.v_dim, hidden_size, bias=False)

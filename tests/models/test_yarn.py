@@ -85,7 +85,7 @@ def test_frequencies_and_scale_are_those_of_transformers(name: str) -> None:
 
 
 def test_a_latent_attention_scales_its_scores() -> None:
-    """Those of Kimi-K2: by the square of 1 + 0.1 log 32, on rotated and unrotated features."""
+    """Check those of Kimi-K2: the square of 1 + 0.1 log 32, on all features."""
     options = {"vocab_size": 31, "hidden_size": 32, "num_layers": 1, "num_heads": 4}
     options |= {"num_kv_heads": 4, "ffn_size": 48}
     mla = {"kv_rank": 10, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
@@ -103,7 +103,7 @@ def test_a_latent_attention_scales_its_scores() -> None:
 
 
 def test_the_decoder_scales_the_rotated_features() -> None:
-    """``rotary_share`` of a head: the ramp is over these pairs alone."""
+    """Check ``rotary_share`` of a head: the ramp is over these pairs alone."""
     yarn = {"factor": 4.0, "original_length": 64}
     sizes = {"vocab_size": 31, "hidden_size": 64, "num_layers": 1, "num_heads": 2, "ffn_size": 48}
     for share in (1.0, 0.5):
