@@ -32,9 +32,14 @@ from meshwright_interop.huggingface.files import CONFIG
 from meshwright_interop.huggingface.restructure.bounds import FillLimit
 from meshwright_interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright_interop.huggingface.restructure.cut import cut, cut_by_trace
-from meshwright_interop.huggingface.restructure.directory import LAYERS, configuration
+from meshwright_interop.huggingface.restructure.directory import (
+    LAYERS,
+    configuration,
+    return_logits_alone,
+)
 from meshwright_interop.huggingface.restructure.documents import refuse_documents
 from meshwright_interop.huggingface.restructure.experts import (
+    around_experts,
     implementation,
     matrices_of_experts,
     plan_of_experts,
@@ -42,6 +47,7 @@ from meshwright_interop.huggingface.restructure.experts import (
 )
 from meshwright_interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.huggingface.restructure.losses import balance_routers, losses_of
 from meshwright_interop.huggingface.restructure.plans import (
     context_plan,
     gathered_beside,
@@ -50,6 +56,7 @@ from meshwright_interop.huggingface.restructure.plans import (
 )
 from meshwright_interop.huggingface.restructure.probe import probe
 from meshwright_interop.huggingface.restructure.rotary import choose_by_length, refuse_dynamic
+from meshwright_interop.huggingface.restructure.routers import KIND as ROUTER
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
 from meshwright_interop.huggingface.rules import TensorMapping
@@ -88,6 +95,8 @@ def build(
         ModelError: the model cannot be restructured, with the reason.
     """
     config = configuration(directory, overrides)
+    losses = losses_of(config, overrides, directory)
+    return_logits_alone(config)
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
     source = open_source(directory, f", or {FRESH_WEIGHTS}") if weights is not False else None
     if weights and source is None:
@@ -126,8 +135,12 @@ def build(
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
     refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
+    routers = prepare_routers(layers)
+    balances = balance_routers(model, routers, len(around_experts(layers)), losses.routers, place)
+    of_routers = dict.fromkeys((*routers, *balances), ROUTER)
     vars(layers).update(
-        sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
+        sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | of_routers,
+        z_loss=losses.logits,
         matrices=matrices_of_experts(layers),
         divisible=sharding.divisible,
         shared_units=dict(sharding.shared),
