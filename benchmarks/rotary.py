@@ -52,7 +52,7 @@ def main(length: int) -> None:
     torch.set_num_threads(1)
     module = Rotary(rope_frequencies(128, 500_000.0))
     x = torch.zeros(1, 1, length, 128, dtype=torch.bfloat16)
-    measure("computed", lambda: _compute(module.frequencies, length, x.device, torch.float32))
+    measure("computed", lambda: _compute(module.frequencies, 1.0, length, x.device, torch.float32))
     measure("table", lambda: module(x))
 
 

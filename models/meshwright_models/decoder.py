@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ from meshwright_models.blocks import (
 )
 from meshwright_models.feed_forward import ACTIVATIONS, GatedMlp, Mlp
 from meshwright_models.last_norm import LastLayerNorm, LastNorm, LastRMSNorm
-from meshwright_models.llama import RopeScaling, rope_frequencies
+from meshwright_models.llama import rotary_of
 from meshwright_models.mup import Mup, mup_of
 from meshwright_models.rotary import Rotary
 from meshwright_models.sizes import check_positive, head_dim_of
+from meshwright_models.yarn import yarn_of
 
 NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., LastNorm]]] = {
     "layer_norm": (nn.LayerNorm, LastLayerNorm),
@@ -76,6 +77,8 @@ class DecoderOptions(NamedTuple):
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_length: int = 8192
+    rope_yarn: Mapping[str, Any] | None = None
+    """Scaling by YaRN: the fields of ``YarnOptions`` in ``yarn.py``. None: off."""
     mlp: str = "swiglu"
     """Activation of the feed-forward network, or the name of a gated one."""
     qkv_bias: bool = False
@@ -136,6 +139,10 @@ class DecoderOptions(NamedTuple):
         check_positive(**{name: getattr(self, name) for name in (*sizes, *others)})
         if not 0 < self.rotary_share <= 1:
             raise ValueError(f"rotary_share={self.rotary_share} must be above 0 and at most 1")
+        if self.positions != "rotary" and yarn_of(self._asdict()) is not None:
+            raise ValueError(
+                f'rope_yarn with positions="{self.positions}": it scales rotary ones; leave it out'
+            )
         if self.mtp_layers and self.positions == "learned":
             raise ValueError(
                 f"mtp_layers={self.mtp_layers} needs positions = rotary or none, not learned"
@@ -151,8 +158,8 @@ class DecoderOptions(NamedTuple):
         """Number of key-value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    def frequencies(self, head_dim: int) -> list[float]:
-        """Return radians per token for the rotated pairs of a head.
+    def rotary(self, head_dim: int) -> Callable[[], Rotary]:
+        """Return the builder of the rotary positions of a head.
 
         Raises:
             ValueError: The number of rotated features is odd or 0.
@@ -163,14 +170,7 @@ class DecoderOptions(NamedTuple):
                 f"rotary positions need an even number of features, got {rotated}: "
                 f"rotary_share={self.rotary_share} of head_dim={head_dim}"
             )
-        scaling = RopeScaling(
-            self.rope_scaling_factor,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_original_length,
-        )
-        frequencies = rope_frequencies(rotated, self.rope_theta, scaling)
-        return [frequency / self.rope_interpolation for frequency in frequencies]
+        return rotary_of(self._asdict(), rotated)
 
 
 def _attention(options: DecoderOptions) -> Callable[[], Attention]:
@@ -179,7 +179,7 @@ def _attention(options: DecoderOptions) -> Callable[[], Attention]:
     )
     sizes = options.hidden_size, options.num_heads, options.kv_heads, head_dim
     shape = AttentionShape(*sizes, options.sliding_window, options.mup.score_divisor(head_dim))
-    frequencies = options.frequencies(head_dim) if options.positions == "rotary" else None
+    rotary = options.rotary(head_dim) if options.positions == "rotary" else None
     norm = partial(NORMS[options.norm][0], eps=options.norm_eps)
 
     def build_attention() -> Attention:
@@ -190,7 +190,7 @@ def _attention(options: DecoderOptions) -> Callable[[], Attention]:
             dropout=options.dropout
             if options.attention_dropout is None
             else options.attention_dropout,
-            rotary=None if frequencies is None else Rotary(frequencies),
+            rotary=None if rotary is None else rotary(),
             qk_norm=norm if options.qk_norm else None,
         )
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from meshwright_models.attention import Attention, AttentionShape
+from meshwright_models.attention import Attention, AttentionCore, AttentionShape
 from meshwright_models.blocks import (
     Block,
     Embedding,
@@ -35,6 +35,7 @@ from meshwright_models.moe_options import feed_forwards_of
 from meshwright_models.mup import mup_of
 from meshwright_models.rotary import Rotary
 from meshwright_models.sizes import check_positive, head_dim_of
+from meshwright_models.yarn import yarn_of
 
 HEADS = {
     "block*.attention.qkv": "column",
@@ -108,6 +109,22 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALE
     return scaled
 
 
+def rotary_of(options: Mapping[str, Any], features: int) -> Callable[[], Rotary]:
+    """Return the builder of the rotary positions of so many features of a head.
+
+    ``options``: ``rope_theta``, the four of Llama 3.1's scaling, ``rope_yarn``, and
+    ``rope_interpolation`` of a builder that has it.
+    """
+    yarn, theta = yarn_of(options), options["rope_theta"]
+    if yarn is not None:
+        return partial(Rotary, yarn.frequencies(features, theta), yarn.rotation_scale)
+    names = ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_length")
+    scaling = RopeScaling._make(options[f"rope_{name}"] for name in names)
+    divisor = options.get("rope_interpolation", 1.0)
+    frequencies = rope_frequencies(features, theta, scaling)
+    return partial(Rotary, [frequency / divisor for frequency in frequencies])
+
+
 class Attentions(NamedTuple):
     """Attentions of the blocks: their builder, sharding plan and indivisible units."""
 
@@ -145,26 +162,26 @@ def _attentions(options: Mapping[str, Any], norm: Callable[[int], nn.Module]) ->
             f'qk_norm="whole" with dropout={dropout}: its masks are not drawn by head; leave'
             " one out"
         )
-    names = ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_length")
-    scaling = RopeScaling._make(options[f"rope_{name}"] for name in names)
     if latent is not None:
-        frequencies = rope_frequencies(latent.rope_dim, options["rope_theta"], scaling)
+        rotary, yarn = rotary_of(options, latent.rope_dim), yarn_of(options)
         sizes = options["hidden_size"], options["num_heads"], latent
         norm = norm if latent.norm_eps is None else partial(nn.RMSNorm, eps=latent.norm_eps)
-        last = {"norm": norm, "dropout": dropout, "window": options["sliding_window"]}
+        divisor = latent.score_divisor(1.0 if yarn is None else yarn.score_scale)
+        core = partial(AttentionCore, options["sliding_window"], divisor)
         plan: dict[str, Any] = {"block*.attention": split_heads} | LATENT_PLAN
+        last = {"norm": norm, "dropout": dropout}
         return Attentions(
-            lambda: LatentAttention(*sizes, rotary=Rotary(frequencies), **last), plan, {}
+            lambda: LatentAttention(*sizes, rotary=rotary(), core=core(), **last), plan, {}
         )
     shape = _attention_shape(options)
-    frequencies = rope_frequencies(shape.head_dim, options["rope_theta"], scaling)
+    rotary = rotary_of(options, shape.head_dim)
     given = {"bias": options["qkv_bias"], "out_bias": options["out_bias"], "dropout": dropout}
     given |= {"qk_norm": norm if qk_norm else None, "norm_is_whole": qk_norm == "whole"}
     plan = HEADS | (
         WHOLE if qk_norm == "whole" else {"block*.attention.[qk]_norm": "heads"} if qk_norm else {}
     )
     units = {"attention.qkv": shape.num_kv_heads, "attention.out": shape.num_heads}
-    return Attentions(lambda: Attention(shape, rotary=Rotary(frequencies), **given), plan, units)
+    return Attentions(lambda: Attention(shape, rotary=rotary(), **given), plan, units)
 
 
 def build(
@@ -182,6 +199,8 @@ def build(
     rope_low_freq_factor: float = 1.0,
     rope_high_freq_factor: float = 4.0,
     rope_original_length: int = 8192,
+    # YaRN, in place of that: the fields of YarnOptions in yarn.py
+    rope_yarn: Mapping[str, Any] | None = None,
     tied: bool = False,  # the head uses the token embedding's weight
     # one probability for embedding, attention probabilities and end of a branch
     dropout: float = 0.0,

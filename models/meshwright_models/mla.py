@@ -18,6 +18,7 @@ and a key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -61,6 +62,10 @@ class LatentOptions(NamedTuple):
     norm_eps: float | None = None
     """eps of the norms of these vectors. None: the model's."""
 
+    def score_divisor(self, scale: float) -> float | None:
+        """Return the divisor of the scores q k, sqrt(d) / ``scale``; None for sqrt(d)."""
+        return None if scale == 1 else math.sqrt(self.nope_dim + self.rope_dim) / scale
+
 
 class LatentAttention(nn.Module):
     """Causal multi-head latent attention, (B, S, D) -> (B, S, D)."""
@@ -74,7 +79,7 @@ class LatentAttention(nn.Module):
         norm: Callable[[int], nn.Module],
         rotary: nn.Module,
         dropout: float,
-        window: int | None = None,
+        core: AttentionCore,
     ) -> None:
         super().__init__()
         self.sizes, self.num_heads = sizes, num_heads
@@ -91,7 +96,7 @@ class LatentAttention(nn.Module):
             sizes.kv_rank, num_heads * (sizes.nope_dim + sizes.v_dim), bias=False
         )
         self.rotary = rotary
-        self.core = AttentionCore(window)
+        self.core = core
         self.drops = dropout > 0
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * sizes.v_dim, hidden_size, bias=False)

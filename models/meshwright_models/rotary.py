@@ -5,7 +5,7 @@ A table is (2, N, r/2): cosines and sines of positions 0 .. N-1, the first S of 
 sequence.
 
 The angles are computed in float64; the table has the dtype of x, float32 at least. Computing it
-takes 7 kernels, most of them in float64; reading it takes none.
+takes 9 kernels, most of them in float64; reading it takes none.
 
     Llama-3-8B, S 8,192     4 MB for all blocks and micro-batches
     S 131,072              67 MB
@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 _ROWS = 256
 """Tables have a multiple of this many positions, because generation adds one token at a time."""
-Tables = dict[tuple[tuple[float, ...], torch.device, torch.dtype], Tensor]
+Tables = dict[tuple[tuple[float, ...], float, torch.device, torch.dtype], Tensor]
 _TABLES: Tables = {}
-"""(radians per token, device, dtype) -> the longest table computed so far."""
+"""(radians per token, scale, device, dtype) -> the longest table computed so far."""
 
 
 class Rotary(nn.Module):
     """Rotary position embedding: cos and sin of the angles, each (S, r/2), for activations (..., S,
     head_dim).
 
-    With positions (B, S) each is (B, 1, S, r/2).
+    With positions (B, S) each is (B, 1, S, r/2). Both are multiplied by ``scale`` (YaRN).
 
     The frequencies stay float64 when the model is cast. In bfloat16 some pairs would be off by
     whole turns within 8,192 tokens. The module holds no table: its state, copies and pickles stay
@@ -43,9 +43,10 @@ class Rotary(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, frequencies: list[float]) -> None:
+    def __init__(self, frequencies: list[float], scale: float = 1.0) -> None:
         super().__init__()
         self.values = tuple(frequencies)
+        self.scale = scale
         self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ class Rotary(nn.Module):
                 vars(mode).setdefault("rotary_tables", {}), length, x.device, dtype
             )
         else:
-            table = _compute(self.frequencies, length, x.device, dtype)
+            table = _compute(self.frequencies, self.scale, length, x.device, dtype)
         cos, sin = table[0, :length], table[1, :length]
         return (
             (cos, sin) if positions is None else (cos[positions][:, None], sin[positions][:, None])
@@ -87,12 +88,13 @@ class Rotary(nn.Module):
         """Return the table (2, N, r/2) of ``tables`` with ``length`` positions or more;
         compute it if there is none.
         """
-        key = (self.values, device, dtype)
+        key = (self.values, self.scale, device, dtype)
         table = tables.get(key)
         if table is None or table.shape[1] < length:
             # a table made in inference mode cannot train
             with torch.inference_mode(False), torch.no_grad():
-                table = _compute(self.frequencies, -(-length // _ROWS) * _ROWS, device, dtype)
+                rows = -(-length // _ROWS) * _ROWS
+                table = _compute(self.frequencies, self.scale, rows, device, dtype)
             if type(table) is Tensor or tables is not _TABLES:
                 tables[key] = table
         return table
@@ -109,10 +111,12 @@ class Rotary(nn.Module):
         return self
 
 
-def _compute(frequencies: Tensor, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return cos and sin of positions 0 .. length-1, (2, length, r/2) of ``dtype``. frequencies:
-    (r/2,) float64.
+def _compute(
+    frequencies: Tensor, scale: float, length: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Return ``scale`` times cos and sin of positions 0 .. length-1, (2, length, r/2) of ``dtype``.
+    frequencies: (r/2,) float64.
     """
     places = torch.arange(length, dtype=torch.float64, device=device)
     angles = torch.outer(places, frequencies.to(device))
-    return torch.stack((angles.cos().to(dtype), angles.sin().to(dtype)))
+    return torch.stack([turn(angles).mul_(scale).to(dtype) for turn in (torch.cos, torch.sin)])

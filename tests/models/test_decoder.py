@@ -251,8 +251,8 @@ def test_positions_none_and_interpolated() -> None:
         assert (
             torch.allclose(model(IDS)[:, 2:], model(swapped)[:, 2:], rtol=1e-12, atol=1e-12) is same
         )
-    slowed = decoder.DecoderOptions(**SIZES, ffn_size=8, rope_interpolation=4.0).frequencies(8)
-    assert slowed == [10_000.0 ** (-2 * i / 8) / 4 for i in range(4)]
+    options = decoder.DecoderOptions(**SIZES, ffn_size=8, rope_interpolation=4.0)
+    assert list(options.rotary(8)().values) == [10_000.0 ** (-2 * i / 8) / 4 for i in range(4)]
 
 
 def test_dropout_of_attention_is_its_own() -> None:

@@ -103,6 +103,12 @@ THEIRS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
 }
+YARN = {"factor": 4.0, "beta_fast": 3.0, "mscale": 0.7, "mscale_all_dim": 0.9}
+THEIR_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 4, **YARN}
+THEIRS |= {
+    f"{name}, YaRN": THEIRS[name] | {"rope_parameters": THEIR_YARN}
+    for name in ("Qwen3Moe", "DeepseekV2", "DeepseekV3")
+}
 SIGMOID = {
     "num_experts": 8,
     "top_k": 3,
@@ -142,6 +148,10 @@ OURS: dict[str, dict[str, Any]] = {
 OURS["DeepseekV2"]["moe"] |= {"shared_ffn_size": 40}
 OURS["DeepseekV3"]["moe"] = SIGMOID | {"shared_ffn_size": 20}
 OURS["Dots1"]["moe"] = SIGMOID | {"shared_ffn_size": 40}
+OURS |= {
+    f"{name}, YaRN": OURS[name] | {"rope_yarn": {"original_length": 4, **YARN}}
+    for name in ("Qwen3Moe", "DeepseekV2", "DeepseekV3")
+}
 NAMES = {
     "model.embed_tokens": "embedding.tokens",
     "model.norm": "norm",
@@ -229,11 +239,12 @@ def our_values(theirs: dict[str, Tensor], ours: nn.Sequential) -> dict[str, Tens
 def their_model(name: str) -> nn.Module:
     """Return a small model of theirs with random weights; biases of the choice too."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    config = getattr(transformers, f"{name}Config")(**COMMON | THEIRS[name])
+    kind = name.partition(",")[0]
+    config = getattr(transformers, f"{kind}Config")(**COMMON | THEIRS[name])
     config._attn_implementation, config._experts_implementation = "sdpa", "eager"
     torch.manual_seed(0)
     with InFloat64():
-        model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=0.02, std=0.3)
     for buffer in biases(model):

@@ -34,8 +34,9 @@ DECODERS: dict[str, dict[str, Any]] = {
     | {"sliding_window": 3, "z_loss": 0.01},
     "learned": {"positions": "learned", "mlp": "relu", "out_bias": True}
     | {"label_smoothing": 0.1, "dropout": 0.1},
+    "yarn": {"rope_yarn": {"factor": 4.0, "original_length": 4, "beta_fast": 2.0}},
 }
-"""Options of ``decoder``. The second and third have two query heads to each key-value head."""
+"""Options of ``decoder``. All but the first and fourth have two query heads to each key-value head."""
 
 MLA = {"q_rank": 6, "kv_rank": 10, "nope_dim": 4, "rope_dim": 2, "v_dim": 5}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -48,13 +49,19 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "mtp_layers": 1,
         "dropout": 0.1,
     },
+    "kimi": {
+        "mla": MLA | {"rope_dim": 4},
+        "moe": {"num_experts": 4, "top_k": 2, "router": "sigmoid", "balance": "bias"},
+        "rope_yarn": {"factor": 8.0, "original_length": 4, "beta_fast": 1.0}
+        | {"mscale": 0.5, "mscale_all_dim": 1.0},
+    },
     "qwen2": {
         "moe": {"num_experts": 6, "top_k": 6, "shared_ffn_size": 16, "shared_gate": True}
         | {"normalise": False}
     },
     "olmoe": {"moe": {"num_experts": 16, "top_k": 1, "normalise": False}, "qk_norm": "whole"},
 }
-"""Options of ``llama``, with all experts on every rank. The third sends each token to all experts,
+"""Options of ``llama``, with all experts on every rank. The fourth sends each token to all experts,
 the last leaves some experts without a token.
 """
 
@@ -75,7 +82,7 @@ def model(name: str, layout: Layout) -> RunConfig:
     if name in OTHERS:
         builder, options = OTHERS[name]
         return model_config(builder, size, **options)
-    is_grouped = name not in ("neox", "learned", "deepseek")
+    is_grouped = name not in ("neox", "learned", "deepseek", "kimi")
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "num_layers": size.num_blocks,
@@ -85,7 +92,7 @@ def model(name: str, layout: Layout) -> RunConfig:
         "num_heads": 2 * size.heads if is_grouped else size.heads,
         "num_kv_heads": size.heads,
     }
-    if name != "deepseek":
+    if name not in ("deepseek", "kimi"):
         sizes["head_dim"] = 4
     if name in DECODERS:
         return config_of(
@@ -115,6 +122,12 @@ def model(name: str, layout: Layout) -> RunConfig:
         LATER("deepseek", "dp2,pp2,tp2,sequence"),
         LATER("deepseek", "pp4,interleaved_1f1b"),
         LATER("deepseek", "cp2,tp2,sequence"),
+        ("kimi", "cp2,tp2,sequence"),
+        long_row("kimi", "dp2,pp2,tp2,sequence"),
+        long_row("kimi", "cp2,pp2,zb_v"),
+        LATER("kimi", "dp2,tp2,zero3"),
+        long_row("yarn", "dp2,pp2,tp2,sequence"),
+        LATER("yarn", "cp2,tp2,sequence"),
         ("qwen2", "pp2,zb_h1"),
         LATER("qwen2", "dp4,zero2,mbs2"),
         LATER("qwen2", "tp2"),

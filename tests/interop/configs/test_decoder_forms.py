@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
+from meshwright.model.build import build_model
 from meshwright_interop.configs import DropReason, ImportedConfig, convert_file
 from tests.interop.configs import dumps, samples
 from tests.support.errors import has_code
@@ -225,6 +227,69 @@ def test_interpolated_positions_and_z_loss_of_nanotron(tmp_path: Path) -> None:
         "z_loss_enabled: true", "z_loss_enabled: true\n    z_loss_coefficient: 0.002"
     )
     assert read(tmp_path / "b.yaml", set_to).config.model.options["z_loss"] == 0.002
+
+
+YARN = """
+  position_embedding_type: yarn
+  yarn_rotary_scaling_factor: 8.0
+  yarn_original_max_position_embeddings: 16
+  yarn_beta_fast: 4.0
+  yarn_beta_slow: 1.0
+  yarn_mscale: 0.7
+  yarn_mscale_all_dim: 0.0
+  yarn_correction_range_round_to_int: false"""
+YARN_BRIDGE = dumps.BRIDGE.replace("\n  position_embedding_type: rope", YARN).replace(
+    "  scale_factor: 32.0\n", ""
+)
+
+
+@pytest.mark.parametrize("weights", [("0.7", "0.0"), ("null", "null"), ("1.0", "1.0")])
+def test_yarn_of_megatron_bridge(tmp_path: Path, weights: tuple[str, str]) -> None:
+    """Compare with the functions of megatron-core that its rotary embedding calls."""
+    yarn = pytest.importorskip("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+    text = YARN_BRIDGE.replace("yarn_mscale: 0.7", f"yarn_mscale: {weights[0]}").replace(
+        "all_dim: 0.0", f"all_dim: {weights[1]}"
+    )
+    found = read(tmp_path / "run_config.yaml", text)
+    options = found.config.model.options
+    assert options["head_dim"] == 32 and "rope_scaling_factor" not in options
+    given = [None if weight == "null" else float(weight) for weight in weights]
+    scale = yarn._yarn_get_concentration_factor(8.0, *given)
+    rotary = build_model(found.config.model.builder, options, 0).layers.block0.attention.rotary
+    assert rotary.scale == pytest.approx(scale, rel=1e-15)
+    low, high = yarn._yarn_find_correction_range(4.0, 1.0, 32, 500_000.0, 16, False)
+    slowed = yarn._yarn_linear_ramp_mask(low, high, 16, torch.device("cpu")).double()
+    plain = 500_000.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    expected = plain * (1 - slowed) + plain / 8 * slowed
+    torch.testing.assert_close(rotary.frequencies, expected, rtol=1e-6, atol=0)
+    assert not [item for item in found.dropped if "yarn" in item.item.key]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "place"),
+    [
+        (
+            "yarn_rotary_scaling_factor: 8.0",
+            "yarn_rotary_scaling_factor: null",
+            'position_embedding_type = "yarn": ',
+        ),
+        (
+            "yarn_rotary_scaling_factor: 8.0",
+            "yarn_rotary_scaling_factor: 0.5",
+            "yarn_rotary_scaling_factor = 0.5: ",
+        ),
+        ("rotary_percent: 1.0", "rotary_percent: 0.5", "rotary_percent = 0.5: "),
+        ("yarn_beta_fast: 4.0", "yarn_beta_fast: .nan", "yarn_beta_fast = nan: "),
+    ],
+)
+def test_yarn_that_has_no_meaning_is_refused(
+    tmp_path: Path, line: str, instead: str, place: str
+) -> None:
+    path = tmp_path / "run_config.yaml"
+    path.write_text(YARN_BRIDGE.replace(line, instead))
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-029", "MW-INTEROP-030")) as caught:
+        convert_file(path)
+    assert place in str(caught.value)
 
 
 MTP = ("mtp-num-layers: 2", "mtp-loss-scaling-factor: 0.3", "position-embedding-type: rope")

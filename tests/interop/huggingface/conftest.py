@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,3 +37,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Written]:
         return made[name, dtype]
 
     return write
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some documents of random tokens of the vocabulary that all cases have."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = torch.Generator().manual_seed(3)
+    for split in ("train", "validation"):
+        builder = IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=np.uint16)
+        for _ in range(20):
+            builder.add_document(torch.randint(1, theirs.VOCAB, (40,), generator=draw), [40])
+        builder.finalize(str(folder / f"{split}.idx"))
+    return folder

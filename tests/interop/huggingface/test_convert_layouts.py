@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,21 +73,6 @@ def test_the_window_is_the_same_with_and_without_the_fused_kernel() -> None:
         ) > 1e-12
         # the first query sees one key only, whose share is 1 whatever it is
         assert changed_rows.tolist() == [0 < row < window for row in range(9)]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some documents of random tokens of the vocabulary that all cases have."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = torch.Generator().manual_seed(3)
-    for split in ("train", "validation"):
-        builder = IndexedDatasetBuilder(str(folder / f"{split}.bin"), dtype=np.uint16)
-        for _ in range(20):
-            builder.add_document(torch.randint(1, theirs.VOCAB, (40,), generator=draw), [40])
-        builder.finalize(str(folder / f"{split}.idx"))
-    return folder
 
 
 def fine_tuning(config: RunConfig, text: str, **sections: dict[str, Any]) -> RunConfig:

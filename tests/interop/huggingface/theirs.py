@@ -28,6 +28,8 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK_YARN = YARN | {"beta_fast": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 T5 = {
     "vocab_size": VOCAB,
@@ -79,6 +81,13 @@ CASES = {
         "LlamaForCausalLM",
         SIZES | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
+    "llama, YaRN": Case(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        SIZES
+        | {"rope_parameters": YARN | {"rope_theta": 100.0, "attention_factor": 0.9}}
+        | {"head_dim": 16},
+    ),
     "mistral, no window": Case(
         "MistralConfig", "MistralForCausalLM", SIZES | {"sliding_window": None, "head_dim": 12}
     ),
@@ -95,6 +104,11 @@ CASES = {
     "qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", SIZES | {"head_dim": 16}),
     "qwen3, tied": Case(
         "Qwen3Config", "Qwen3ForCausalLM", SIZES | {"head_dim": 8, "tie_word_embeddings": True}
+    ),
+    "qwen3, YaRN": Case(
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        SIZES | {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 1e6, "truncate": False}},
     ),
     "mixtral": Case(
         "MixtralConfig",
@@ -121,6 +135,11 @@ CASES = {
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         SIZES | LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    ),
+    "deepseek_v3, YaRN": Case(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        SIZES | LATENT | {"q_lora_rank": 10, "rope_parameters": DEEPSEEK_YARN},
     ),
     "t5": Case("T5Config", "T5ForConditionalGeneration", T5),
     "t5, version 1.1": Case(

@@ -8,6 +8,7 @@ meaning; fields without one are dropped with a reason, or refused. Source:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -34,6 +35,17 @@ LLAMA31 = (
     Row("model.old_context_len", "model.options.rope_original_length", Translation.integer),
 )
 """Scaling of rotary positions in Llama 3.1's model class, beside its factor."""
+YARN = (
+    Row("model.yarn_beta_fast", "model.options.rope_yarn.beta_fast", Translation.number, 32.0),
+    Row("model.yarn_beta_slow", "model.options.rope_yarn.beta_slow", Translation.number, 1.0),
+    Row(
+        "model.yarn_correction_range_round_to_int",
+        "model.options.rope_yarn.truncate",
+        Translation.boolean,
+        True,
+    ),
+)
+"""Scaling by YaRN, beside its factor, original length and weights of the logarithm."""
 
 
 def as_flags(items: Mapping[str, SourceKey]) -> dict[str, SourceKey]:
@@ -111,6 +123,41 @@ def _positions(translation: Translation) -> None:
         translation.put_rows(LLAMA31)
     elif translation.value("model.rope_scaling") is True:
         items["use-rope-scaling"] = items["model.rope_scaling"]
+    if translation.text("position-embedding-type") == "yarn":
+        _yarn(translation)
+
+
+def _yarn(translation: Translation) -> None:
+    """Translate YaRN's scaling, of rotary positions on all features of a head.
+
+    Raises:
+        ConfigError: a number without which megatron-core has no scaling is missing, or only a part
+            of a head is rotated.
+    """
+    items, position = translation.items, "position-embedding-type"
+    factor = translation.number("model.yarn_rotary_scaling_factor", minimum=1.0)
+    length = translation.count("model.yarn_original_max_position_embeddings")
+    if factor is None or length is None:
+        what = "YaRN's positions without a factor and an original length"
+        raise translation.unsupported_model(position, what)
+    if translation.number("rotary-percent") not in (None, 1.0):
+        what = "YaRN's positions on a part of a head"
+        raise translation.unsupported_model("rotary-percent", what)
+    items[position] = items[position]._replace(value="rope")
+    translation.put("model.options.rope_yarn.factor", factor)
+    translation.put("model.options.rope_yarn.original_length", length)
+    translation.put_rows(YARN)
+    weights = [
+        translation.number(f"model.yarn_{name}", minimum=0.0)
+        for name in ("mscale", "mscale_all_dim")
+    ]
+    if None not in weights:  # otherwise 1 + 0.1 log factor, as here
+        on_rotation, on_scores = (
+            1 + 0.1 * (weight or 0.0) * math.log(factor) for weight in weights
+        )
+        why = "the quotient of yarn_mscale's and yarn_mscale_all_dim's, of which one may be 0"
+        key = "model.options.rope_yarn.attention_factor"
+        translation.put(key, on_rotation / on_scores, why)
 
 
 def _weight_decay(translation: Translation) -> None:

@@ -131,7 +131,7 @@ RULES = (
         Refusal.RECIPE,
         {
             "train.step_batch_size_schedule": "in samples or tokens, which the file does not say",
-            "model.rotary_scaling_factor": "only Llama 3.1's scaling of positions here",
+            "model.rotary_scaling_factor": "the positions of a latent attention, not imported",
             "model.layernorm_across_heads": "a norm of q and k is over one head here",
             "dataset.dataset_root": CONVERSATIONS,
             "dataset.dataset_name": CONVERSATIONS,

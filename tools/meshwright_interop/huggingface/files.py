@@ -37,6 +37,8 @@ TOKENIZER_FILES = (
 )
 """Tokenizer and generation files, copied unchanged along with the weights."""
 
+SAME_MODELS = {"kimi_k2": "deepseek_v3"}
+"""``model_type`` of files with code of their own -> that of the same model in transformers."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported element types of weights: name in a safetensors header -> torch dtype."""
 
@@ -70,9 +72,18 @@ def read_config(path: Path, origin: str = "") -> dict[str, Any]:
             " first, with peft's merge_and_unload() and save_pretrained(), and take the written"
             " directory",
         )
-    return read_json(
+    fields = read_json(
         path / CONFIG, f"{origin}a directory of a model in Hugging Face's form has one"
     )
+    return with_known_type(fields)
+
+
+def with_known_type(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json with the ``model_type`` that transformers has."""
+    kind = fields.get("model_type")
+    if isinstance(kind, str) and kind in SAME_MODELS:
+        return fields | {"model_type": SAME_MODELS[kind]}
+    return fields
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from meshwright.model.build import PlainModel
 from meshwright.placement.patterns import enclosing, entries_for, matching
 from meshwright.schedule.action import Kind, Schedule
 
-WHOLE = ("router", "replicate", "experts")
+WHOLE = ("router", "replicate", "experts", "places")
 """Kinds of the sharding plan that leave the features of a module's input whole;
 with ep > 1 experts get other rows.
 """

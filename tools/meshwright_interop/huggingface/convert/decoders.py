@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from meshwright_interop.huggingface.convert.family import Family, Options
-from meshwright_interop.huggingface.convert.rope import ORIGINAL_LENGTH, read_rope
+from meshwright_interop.huggingface.convert.rope import read_rope, write_rope
 from meshwright_interop.huggingface.convert.settings import (
     MAX_LAYERS,
     MAX_ROWS,
@@ -165,22 +165,10 @@ def write_common(options: Options) -> dict[str, Any]:
     """Return the config.json fields of all four families,
     the rotary ones in the forms of transformers 4 and 5.
     """
-    scaling = None
-    if options["rope_scaling_factor"] != 1:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": options["rope_scaling_factor"],
-            "low_freq_factor": options["rope_low_freq_factor"],
-            "high_freq_factor": options["rope_high_freq_factor"],
-            ORIGINAL_LENGTH: options["rope_original_length"],
-        }
-    rotary = {"rope_theta": options["rope_theta"]}
     return write_fields(options, COMMON) | {
         "head_dim": options["head_dim"] or options["hidden_size"] // options["num_heads"],
         "hidden_act": "silu",
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), **rotary},
-        **rotary,
+        **write_rope(options),
         "attention_dropout": 0.0,
     }
 

@@ -49,7 +49,8 @@ def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if parameter.default is not parameter.empty
     }
     complete = defaults | dict(options)
-    return complete | {"moe": None} if complete.get("moe") == "none" else complete
+    off = [table for table in ("moe", "rope_yarn") if complete.get(table) == "none"]
+    return complete | dict.fromkeys(off)
 
 
 def family_of_model(model: Model, preferred: Any = None) -> Family:

@@ -25,6 +25,7 @@ from meshwright_interop.huggingface.files import (
     TOKENIZER_CONFIG,
     copy_side_files,
     read_json,
+    with_known_type,
     write_json,
 )
 
@@ -184,5 +185,5 @@ def imported_config(source: Path | None, model_type: str | None = None) -> dict[
 
     Empty if the run was not imported, or if ``model_type`` is given and differs.
     """
-    fields = read_side_file(source, CONFIG)
+    fields = with_known_type(read_side_file(source, CONFIG))
     return fields if model_type is None or fields.get("model_type") == model_type else {}

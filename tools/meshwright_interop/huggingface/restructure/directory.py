@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.errors import ModelError
 from meshwright_interop.huggingface.files import CONFIG, read_config
-from meshwright_interop.huggingface.restructure.bounds import check_fields, numbers_in
+from meshwright_interop.huggingface.restructure.bounds import check_fields
 from meshwright_interop.huggingface.restructure.experts import tables_of
 from meshwright_interop.huggingface.restructure.library import import_transformers
 
@@ -21,10 +21,6 @@ ROTARY = ("rope_scaling", "rope_parameters")
 """Names of the table of the rotary embedding; of two tables transformers takes the first one."""
 OF_ROTARY = ("rope_theta", "partial_rotary_factor")
 """Fields of that table, which older files hold beside it; those in the table count."""
-LOSS_OF_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-"""Names of the factor of the routers' loss,
-which transformers adds if ``output_router_logits`` is set.
-"""
 LOGITS_ALONE = {
     "return_dict": True,
     "use_cache": False,
@@ -100,8 +96,6 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             "MW-INTEROP-056", f"{path / CONFIG}: transformers rejects it: {reason}"
         ) from error
     _check_rotary(config, overrides)
-    _check_loss(config, overrides, path)
-    _return_logits_alone(config)
     return config
 
 
@@ -170,45 +164,7 @@ def _check_rotary(config: Any, overrides: Mapping[str, Any]) -> None:
             )
 
 
-def _check_loss(config: Any, overrides: Mapping[str, Any], path: Path) -> None:
-    """Check that the loss of the tokens is the whole training loss,
-    as the layers return the logits alone.
-
-    Raises:
-        ModelError: the configuration asks for a loss beside it.
-    """
-    text = config.get_text_config()
-    numbers = list(numbers_in(text.to_dict(), ()))
-    if getattr(text, "output_router_logits", False):
-        factor = next(
-            (item for item in numbers if item[0][-1] in LOSS_OF_ROUTERS and item[1]), None
-        )
-        if factor is not None:
-            where = _where("output_router_logits", overrides, path)
-            raise ModelError(
-                "MW-INTEROP-148",
-                f"{where} = true asks for the loss of the routers beside that of the tokens"
-                f" ({'.'.join(factor[0])} = {factor[1]}), which is not computed here: set"
-                " model.options.output_router_logits = false to train without it",
-            )
-    of_logits = next(
-        (value for names, value in numbers if names == ("z_loss_coefficient",) and value), None
-    )
-    if of_logits is not None:
-        raise ModelError(
-            "MW-INTEROP-149",
-            f"{_where('z_loss_coefficient', overrides, path)} = {of_logits} asks for a loss of the"
-            " logits' size beside that of the tokens, which is not computed here: set"
-            " model.options.z_loss_coefficient = 0.0 to train without it",
-        )
-
-
-def _where(name: str, overrides: Mapping[str, Any], path: Path) -> str:
-    """Return the place of a key: ``model.options``, or the file."""
-    return f"model.options.{name}" if name in overrides else f"{path / CONFIG}: {name}"
-
-
-def _return_logits_alone(config: Any) -> None:
+def return_logits_alone(config: Any) -> None:
     """Set the form of the output of a configuration, in place;
     an export keeps the keys of the file.
     """

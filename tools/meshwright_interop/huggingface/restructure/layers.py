@@ -32,17 +32,22 @@ from meshwright_interop.huggingface.files import CONFIG
 from meshwright_interop.huggingface.restructure.bounds import FillLimit
 from meshwright_interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright_interop.huggingface.restructure.cut import cut, cut_by_trace
-from meshwright_interop.huggingface.restructure.directory import LAYERS, configuration
+from meshwright_interop.huggingface.restructure.directory import (
+    LAYERS,
+    configuration,
+    return_logits_alone,
+)
 from meshwright_interop.huggingface.restructure.documents import refuse_documents
 from meshwright_interop.huggingface.restructure.experts import (
+    around_experts,
     implementation,
     matrices_of_experts,
     plan_of_experts,
-    tables_of,
     without_parameters,
 )
 from meshwright_interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright_interop.huggingface.restructure.library import import_transformers
+from meshwright_interop.huggingface.restructure.losses import balance_routers, losses_of
 from meshwright_interop.huggingface.restructure.plans import (
     context_plan,
     gathered_beside,
@@ -50,6 +55,8 @@ from meshwright_interop.huggingface.restructure.plans import (
     sharding_of,
 )
 from meshwright_interop.huggingface.restructure.probe import probe
+from meshwright_interop.huggingface.restructure.rotary import choose_by_length, refuse_dynamic
+from meshwright_interop.huggingface.restructure.routers import KIND as ROUTER
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
 from meshwright_interop.huggingface.rules import TensorMapping
@@ -61,8 +68,6 @@ FRESH_WEIGHTS = "set model.options.weights = false to draw fresh weights"
 """Alternative in error messages about the files."""
 EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
 """Accepted element types of weights: training starts from float32, which holds all their values."""
-CHANGING_ROTARY = ("dynamic", "longrope")
-"""Types of rotary embedding whose frequencies depend on the sequence lengths seen so far."""
 
 
 def builder(path: str) -> Callable[..., nn.Sequential]:
@@ -90,6 +95,8 @@ def build(
         ModelError: the model cannot be restructured, with the reason.
     """
     config = configuration(directory, overrides)
+    losses = losses_of(config, overrides, directory)
+    return_logits_alone(config)
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
     source = open_source(directory, f", or {FRESH_WEIGHTS}") if weights is not False else None
     if weights and source is None:
@@ -128,8 +135,12 @@ def build(
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
     refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
+    routers = prepare_routers(layers)
+    balances = balance_routers(model, routers, len(around_experts(layers)), losses.routers, place)
+    of_routers = dict.fromkeys((*routers, *balances), ROUTER)
     vars(layers).update(
-        sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
+        sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | of_routers,
+        z_loss=losses.logits,
         matrices=matrices_of_experts(layers),
         divisible=sharding.divisible,
         shared_units=dict(sharding.shared),
@@ -182,18 +193,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             " (AutoModelForCausalLM): only those are restructured; write this one as code, see"
             " docs/huggingface-models.md",
         )
-    kinds = {
-        str(value.get("rope_type"))
-        for value in tables_of(getattr(config, "rope_parameters", None) or {})
-    }
-    changing = sorted(kinds & set(CHANGING_ROTARY))
-    if changing:
-        raise ModelError(
-            "MW-INTEROP-069",
-            f"{place}: rope_type = {changing[0]!r} changes the rotary frequencies by the longest"
-            " sequence seen so far, which differs between processes: train with a rope_parameters"
-            " of another type (linear, llama3, yarn) in model.options",
-        )
+    refuse_dynamic(config, place)
     if attention not in (None, "sdpa", "eager"):
         raise ModelError(
             "MW-INTEROP-070",
@@ -214,6 +214,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             "MW-INTEROP-072",
             f"{place}: transformers cannot build it: {type(error).__name__}: {error}",
         ) from error
+    choose_by_length(model, place)
     model.config.use_cache = False
     return model.train()
 

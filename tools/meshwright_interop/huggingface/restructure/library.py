@@ -68,6 +68,13 @@ def register_experts(name: str, function: Any) -> None:
     ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
+def rotary_parameters(kind: str) -> Any:
+    """Return transformers' function of the frequencies and the scale of a ``rope_type``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS[kind]
+
+
 def register_attention(name: str, attention: Any, mask: Any) -> None:
     """Register an attention (``attn_implementation``), and the creation of its masks,
     in transformers.

@@ -33,13 +33,13 @@ class Chosen(NamedTuple):
     top_k: int
 
 
-def prepare_routers(layers: nn.Module) -> dict[str, str]:
+def prepare_routers(layers: nn.Module) -> dict[str, Any]:
     """Give the routers beside modules of experts the functions of a routing;
-    return their entries of a sharding plan.
+    return these routers by name.
 
     A router of another form is left as it is: a recording is then refused.
     """
-    plan: dict[str, str] = {}
+    prepared: dict[str, Any] = {}
     for name, module in list(layers.named_modules()):
         for child, router in (
             module.named_children() if any(map(is_experts, module.children())) else ()
@@ -51,8 +51,8 @@ def prepare_routers(layers: nn.Module) -> dict[str, str]:
                 found["route_ids"] = unchanged
                 found["own_tokens"] = unchanged
                 found["forward"] = MethodType(_forward, router)
-                plan[f"{name}.{child}"] = KIND
-    return plan
+                prepared[f"{name}.{child}"] = router
+    return prepared
 
 
 def unchanged(tensor: Tensor) -> Tensor:
@@ -63,11 +63,15 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 
 def _forward(router: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the router's own forward, within :class:`_Choice` while ids are recorded or replayed."""
-    own = type(router).forward
+    """Run the router's own forward, within :class:`_Choice` while ids are recorded or replayed,
+    and its balance in training (losses.py).
+    """
+    own, balance = type(router).forward, getattr(router, "balance", None)
     if router.route_ids is unchanged:
-        return own(router, *args, **kwargs)
-    return _routed(router, own, args, kwargs)
+        found = own(router, *args, **kwargs)
+    else:
+        found = _routed(router, own, args, kwargs)
+    return found if balance is None or not router.training else balance(found)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
