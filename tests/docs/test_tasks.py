@@ -99,7 +99,7 @@ def run(command: str, desk: Path) -> str:
 @marked_rows(
     "long",
     *("choose-a-layout.md", "come-from-elsewhere.md", "go-to-the-cluster.md", "read-a-hang.md"),
-    *("start-from-weights.md", "fine-tune-on-conversations.md"),
+    *("start-from-weights.md", "fine-tune-on-conversations.md", "from-a-question-to-a-key.md"),
 )
 @pytest.mark.parametrize(
     "name",
