@@ -4,7 +4,11 @@ places of errors, and the corpus that a run reads.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from tests.framework.data.prepare.test_chat_templates import (
     rendered,
     transformers_tokenizer,
 )
+from tests.framework.data.prepare.test_preparation import in_a_fork
 from tests.framework.data.prepare.test_records import counted
 from tests.framework.data.prepare.test_tokenizers import merging
 from tests.support.errors import raises
@@ -414,3 +419,30 @@ def test_a_token_that_joins_prompt_and_answer_does_not_count(
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     prepared(tmp_path / "out", folder, write_lines(tmp_path / "a.jsonl", [{"messages": ONE}]))
     assert counted(tmp_path / "out")[1] == (f"{first}{END}", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
+    """What a kill leaves is resumed: tokens and masks are those of one go."""
+    draw = random.Random(seed)
+    folder = chat_folder(tmp_path / "tokenizer")
+    records = [
+        {"messages": SEVERAL if draw.random() < 0.5 else ONE} for _ in range(draw.randint(150, 250))
+    ]
+    lines = write_lines(tmp_path / "a.jsonl", records)
+    usual: dict[str, Any] = {"validation_share": 0.2, "max_tokens": 60, "commit_every_s": 0.0}
+    prepared(tmp_path / "once", folder, lines, **usual)
+    out, kills = tmp_path / "out", 0
+    for _ in range(20):
+        process = in_a_fork(lambda: prepared(out, folder, lines, num_workers=2, **usual))
+        process.join(draw.uniform(0.05, 0.3))
+        if process.exitcode == 0:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        kills += 1
+    assert kills >= 2
+    prepared(out, folder, lines, **usual)
+    assert contents(out) == contents(tmp_path / "once")
