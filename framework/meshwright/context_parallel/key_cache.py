@@ -36,9 +36,12 @@ class KeyCache(TokenCut):
         )
         self.begin(length, 0, length)
 
-    def begin(self, length: int, first: int, count: int) -> None:
-        """Set the tokens of the next forward: ``count`` of ``length`` places, from ``first`` on."""
-        self.length, self.share = length, count
+    def begin(self, length: int, first: int, count: int, *, keeps: bool = False) -> None:
+        """Set the tokens of the next forward: ``count`` of ``length`` places, from ``first`` on.
+
+        ``keeps``: keep the keys and values of a forward of all places, for later ones.
+        """
+        self.length, self.share, self._keeps = length, count, keeps
         positions = torch.arange(first, first + count)[None]
         self._positions = {torch.device("cpu"): positions}
         self._calls.clear()
@@ -55,8 +58,8 @@ class KeyCache(TokenCut):
             )
         call = self._calls[name] = self._calls.get(name, -1) + 1
         if self.share == self.length:
-            # copies: k and v may be views of a larger projection
-            self._kept[name, call] = (k.clone(), v.clone())
+            if self._keeps:  # copies: k and v may be views of a larger projection
+                self._kept[name, call] = (k.clone(), v.clone())
             return k, v
         places = self.positions(k.device)[0]
         kept = self._kept[name, call]

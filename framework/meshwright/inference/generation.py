@@ -77,6 +77,8 @@ def continue_rows(
             new = texts[row][len(rows[row]) :]
             if ended[row] or len(new) == limits[row] or is_over(row, new):
                 active.remove(row)
+    if forward.cache is not None:
+        forward.cache.clear()
     return [
         NewTokens(tuple(text[len(row) :]), is_ended)
         for text, row, is_ended in zip(texts, rows, ended, strict=True)
@@ -128,7 +130,8 @@ class _Steps:
         length = min(len(texts[row]) for row in active)
         due = sorted(row for row in active if len(texts[row]) == length)
         if self._filled is None or length > self._filled.length:
-            self._filled = self._run_whole(texts, due, self._forward.window(longest))
+            window = self._forward.window(longest)
+            self._filled = self._run_whole(texts, due, window, fills=True)
             return due
         labels = torch.full((len(texts), 1), IGNORED_LABEL)
         labels[due] = 0
@@ -143,7 +146,12 @@ class _Steps:
         return due
 
     def _run_whole(
-        self, texts: Sequence[Sequence[int]], due: Sequence[int], window: Window | None = None
+        self,
+        texts: Sequence[Sequence[int]],
+        due: Sequence[int],
+        window: Window | None = None,
+        *,
+        fills: bool = False,
     ) -> Window:
         """Run all tokens of the rows, for the token after the last one of those that are due."""
         window = window or self._forward.window(max(len(texts[row]) for row in due))
@@ -151,5 +159,5 @@ class _Steps:
         for row in due:
             labels[row, len(texts[row]) - 1] = 0
         shown = [text[: window.length] for text in texts]
-        self._forward.run(shown, labels, window, self._ending)
+        self._forward.run(shown, labels, window, self._ending, fills=fills)
         return window

@@ -124,10 +124,12 @@ def windows_of(blueprint: Blueprint, cache: KeyCache | None) -> dict[Window, lis
 
 
 @contextmanager
-def _in_cache(cache: KeyCache | None, window: Window, first: int) -> Iterator[None]:
+def _in_cache(
+    cache: KeyCache | None, window: Window, first: int, *, fills: bool = False
+) -> Iterator[None]:
     """Set the tokens of a forward in the cache within the block; afterwards all tokens run."""
     if cache is not None:
-        cache.begin(window.length, first, window.new)
+        cache.begin(window.length, first, window.new, keeps=fills)
     try:
         yield
     finally:
@@ -210,6 +212,8 @@ class RowForward:
         window: Window,
         ending: Loss,
         first: int = 0,
+        *,
+        fills: bool = False,
     ) -> None:
         """Run a forward over at most ``num_rows`` rows; ``ending`` keeps what it is for.
         Every rank calls it, with the same rows; blocks.
@@ -220,6 +224,7 @@ class RowForward:
             ending: called on the last stage with the output and the labels of a micro-batch; the
                 rows are ``current.sample_indices``.
             first: position of the first token that runs.
+            fills: keep the keys and values of all tokens in the cache.
         """
         ids = torch.zeros((self.num_rows, window.length), dtype=torch.int64)
         for index, row in enumerate(rows):
@@ -227,7 +232,8 @@ class RowForward:
         padded = torch.full((self.num_rows, window.new), IGNORED_LABEL)
         padded[: len(labels)] = labels
         source = _Rows(ids, padded, self.inputs_of)
-        with self._shaped(window), self._ended(ending), _in_cache(self.cache, window, first):
+        cached = _in_cache(self.cache, window, first, fills=fills)
+        with self._shaped(window), self._ended(ending), cached:
             self.parts.executor.validate(StepFeed(self.parts, source, 0))
 
     @contextmanager
