@@ -17,6 +17,7 @@ A model that cannot be restructured is refused with the reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,10 +51,15 @@ from meshwright_interop.huggingface.restructure.plans import (
     sharding_of,
 )
 from meshwright_interop.huggingface.restructure.probe import probe
+from meshwright_interop.huggingface.restructure.released import (
+    PLAIN_NAME,
+    Conversions,
+    under_module_names,
+)
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
 from meshwright_interop.huggingface.rules import TensorMapping
-from meshwright_interop.huggingface.source import open_source
+from meshwright_interop.huggingface.source import SafetensorsDirectory, open_source
 
 OWN_OPTIONS = ("weights", "attention")
 """Keys of model.options that are no keys of config.json."""
@@ -99,6 +105,7 @@ def build(
         )
     model = _skeleton(config, place, attention)
     constants = freeze_buffers(model)
+    conversions = Conversions(model)
     untouched = partial(check_untouched, config, place, attention)
     planned, layers = _cut(model, place, untouched)
     tied = _ties(layers)
@@ -106,16 +113,10 @@ def build(
         name: _transformers_name(name, planned)
         for name, _ in layers.named_parameters(remove_duplicate=False)
     }
+    left_over: list[str] = []
     if source is not None:
-        source.check(
-            _rules_of(layers, parameters, tied),
-            {name: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
-            lambda name: name.endswith(".inv_freq") or _is_left_out(name, config, overrides),
-            type(model).__name__,
-            f"leave model.options as they are in {CONFIG}; or save it with transformers,"
-            f" save_pretrained(..., save_original_format=False); or {FRESH_WEIGHTS}",
-            EXACT_IN_FLOAT32,
-        )
+        source = under_module_names(source, conversions)
+        left_over = _check_weights(source, layers, parameters, tied, model, overrides)
     own_names = {
         _transformers_name(name, planned): name
         for name, _ in layers.named_modules()
@@ -128,6 +129,7 @@ def build(
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
     refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
+    initialise = ParameterInitialiser(model, parameters, modules, source, constants)
     vars(layers).update(
         sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
         matrices=matrices_of_experts(layers),
@@ -135,10 +137,48 @@ def build(
         shared_units=dict(sharding.shared),
         impossible=sharding.impossible | impossible,
         tied_weights=tied,
-        initialise=ParameterInitialiser(model, parameters, modules, source, constants),
+        initialise=initialise,
+        copy_rows=None if source is None else initialise.copy_rows,
         names_in_transformers=parameters,
+        conversions=conversions,
+        left_over=left_over,
     )
     return layers
+
+
+def _check_weights(
+    source: SafetensorsDirectory,
+    layers: nn.Sequential,
+    names: Mapping[str, str],
+    tied: Sequence[tuple[str, ...]],
+    model: Any,
+    overrides: Mapping[str, Any],
+) -> list[str]:
+    """Check that the files hold exactly the parameters of the layers, and nothing else but what
+    transformers leaves out too, or ``overrides`` do; return the names of these others.
+
+    Raises:
+        ModelError: they do not.
+    """
+    unread = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+
+    def is_ignored(name: str) -> bool:
+        is_named = PLAIN_NAME.fullmatch(name) is not None
+        return (
+            name.endswith(".inv_freq")
+            or _is_left_out(name, model.config, overrides)
+            or (is_named and any(each.search(name) for each in unread))
+        )
+
+    source.check(
+        _rules_of(layers, names, tied),
+        {name: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
+        is_ignored,
+        type(model).__name__,
+        f"leave model.options as they are in {CONFIG}, get the files again, or {FRESH_WEIGHTS}",
+        EXACT_IN_FLOAT32,
+    )
+    return [name for name in source.tensors if name not in names.values() and is_ignored(name)]
 
 
 def _rules_of(
@@ -284,6 +324,22 @@ def _transformers_name(name: str, planned: Mapping[str, str]) -> str:
     layer, _, rest = name.partition(".")
     child, _, inside = rest.partition(".")
     return f"{planned[f'{layer}.{child}']}.{inside}".rstrip(".")
+
+
+def left_over_of(layers: nn.Sequential) -> list[str]:
+    """Return the names of the files' tensors that belong to no parameter of a restructured model,
+    and that transformers leaves out too, or ``model.options``.
+    """
+    names = layers.left_over
+    assert isinstance(names, list)
+    return names
+
+
+def conversions_of_layers(layers: nn.Sequential) -> Conversions:
+    """Return the mapping between files and parameters of a restructured model."""
+    conversions = layers.conversions
+    assert isinstance(conversions, Conversions)
+    return conversions
 
 
 def names_in_transformers(layers: nn.Sequential) -> dict[str, str]:
