@@ -127,7 +127,7 @@ def build(
     observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config, untouched)
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
-    of_tokens, impossible = context_plan(layers)
+    of_tokens, impossible = context_plan(layers, config)
     refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
     initialise = ParameterInitialiser(model, parameters, modules, source, constants)
     vars(layers).update(
@@ -269,12 +269,28 @@ def _cut(
     """
     has_plan = model.config.get_text_config().base_model_pp_plan
     try:
-        planned, layers = cut(model, place) if has_plan else cut_by_trace(model, place)
+        planned, layers = _cut_at_plan(model, place) if has_plan else cut_by_trace(model, place)
     except ModelError:
         untouched()
         raise
     _check_parts(layers, model, place)
     return planned, layers
+
+
+def _cut_at_plan(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
+    """Cut the model at its own plan; where this leaves out modules, or its blocks return tuples, at
+    a derived one.
+
+    Raises:
+        ModelError: neither is the same model; the reason of its own plan.
+    """
+    try:
+        return cut(model, place)
+    except ModelError as error:
+        try:
+            return cut_by_trace(model, place)
+        except ModelError:
+            raise error from None
 
 
 def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
