@@ -330,7 +330,8 @@ def shard(
         divisible=model.divisible,
         shared=model.shared_units,
     )
-    infos = experts.apply(builder, model.layers, model.plan, infos, groups.ep, model.tied)
+    alike = None if parallel.sequence else groups.tp
+    infos = experts.apply(builder, model.layers, model.plan, infos, groups.ep, model.tied, alike)
     check_sizes(model.layers, config.train)
     cast_model(model.layers, whole.forward.running, DTYPES[config.train.dtype])
     infos = with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)

@@ -44,7 +44,11 @@ from meshwright_interop.huggingface.files import ADAPTER, CONFIG, read_config, r
 from meshwright_interop.huggingface.peft_files import settings_of as peft_settings_of
 from meshwright_interop.huggingface.peft_import import Base, fuse_factors, read_factors
 from meshwright_interop.huggingface.restructure.directory import vocabulary
-from meshwright_interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
+from meshwright_interop.huggingface.restructure.layers import (
+    OWN_OPTIONS,
+    left_over_of,
+    names_in_transformers,
+)
 from meshwright_interop.huggingface.rules import TensorMapping, unchanged
 from meshwright_interop.huggingface.source import SafetensorsDirectory, open_source
 
@@ -191,10 +195,21 @@ def _restructured(directory: Path, model: Model) -> WeightSource:
     }
 
     def read_box(name: str, offset: Shape, shape: Shape) -> Tensor:
-        return _box(built.initial(name), offset, shape)
+        if not shape:
+            return built.initial(name)
+        rows = torch.empty((shape[0], *shapes[name][1:]))
+        built.copy_rows(name, rows, offset[0])  # type: ignore[misc]
+        return _box(rows, (0, *offset[1:]), shape)
 
     own = Path(model.builder.partition(":")[2]).expanduser()
     notes = _other_fields(read_config(directory), read_config(own) | model.options)
+    left_over = left_over_of(built.layers)
+    if left_over:
+        more = ", ..." if left_over[3:] else ""
+        notes += (
+            f"{len(left_over)} tensors of {directory} are left over, as in transformers:"
+            f" {', '.join(left_over[:3])}{more}",
+        )
     return _source(directory, source, {}, _Tensors(shapes, read_box), notes)
 
 

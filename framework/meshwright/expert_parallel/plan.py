@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.expert_parallel.dispatch import find_route
 from meshwright.expert_parallel.exchange import combine, dispatch
+from meshwright.expert_parallel.parts import join_parts, take_part
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.placement.patterns import entries_for
@@ -39,11 +40,16 @@ def apply(
     infos: Mapping[str, ParameterInfo],
     group: Group,
     tied: Sequence[tuple[str, ...]] = (),
+    alike: Group | None = None,
 ) -> dict[str, ParameterInfo]:
     """Slice the experts of each layer over the ep group, in place; return the parameters' metadata.
     No communication.
 
     Call it after tensor parallelism is applied, which does not cut experts.
+
+    Args:
+        alike: ranks of the ep group with the same tokens (tp without sequence parallelism); None:
+            each has tokens of its own.
 
     Raises:
         ModelError: the plan names no experts, their parameters cannot be sliced along dim 0 or are
@@ -51,7 +57,7 @@ def apply(
     """
     if group.size == 1:
         return dict(infos)
-    share = partial(_share, builder, group)
+    share = partial(_share, builder, group, alike if alike and alike.size > 1 else None)
     patterns = [pattern for pattern, kind in plan.items() if kind == EXPERTS]
     rules = [PlacementRule(EXPERTS, each, EXPERTS, share, is_deep=True) for each in patterns]
     slices = rewrite(model, rules).slices
@@ -117,7 +123,7 @@ def _check_experts(builder: str, name: str, experts: nn.Module, ep: int) -> None
             )
 
 
-def _share(builder: str, group: Group, site: ModuleSite) -> Placed:
+def _share(builder: str, group: Group, alike: Group | None, site: ModuleSite) -> Placed:
     """Return a copy of a module of experts whose forward exchanges rows, and the slices of its
     parameters.
     """
@@ -130,7 +136,7 @@ def _share(builder: str, group: Group, site: ModuleSite) -> Placed:
     module = copy_of(plain)
     num_experts = next(plain.parameters()).shape[0]
     attributes: dict[str, Any] = vars(module)
-    attributes["expert_exchange"] = ExpertExchange(group, num_experts, type(plain))
+    attributes["expert_exchange"] = ExpertExchange(group, num_experts, type(plain), alike)
     attributes["forward"] = MethodType(_forward, module)
     return Placed(module, slices)
 
@@ -138,10 +144,15 @@ def _share(builder: str, group: Group, site: ModuleSite) -> Placed:
 class ExpertExchange:
     """Attributes of a module of experts for its exchange: ep group,
     and number of experts over all ranks.
+
+    ``alike``: ranks with the same tokens, of which each sends a part; None: there are none.
     """
 
-    def __init__(self, group: Group, num_experts: int, kind: type[nn.Module]) -> None:
+    def __init__(
+        self, group: Group, num_experts: int, kind: type[nn.Module], alike: Group | None = None
+    ) -> None:
         self.group = group
+        self.alike = alike
         self.num_experts = num_experts
         third = list(signature(kind.forward).parameters.values())[3:4]
         self.takes_none = any(parameter.default is None for parameter in third)
@@ -153,8 +164,23 @@ def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None =
     """Return the weighted sum over each token's experts on all ranks: x (.., D),
     ids and weights (.., k) -> (.., D).
 
-    Replaces the forward of a module of experts. Collective over the ep group; blocks.
+    Replaces the forward of a module of experts. Collective over the ep group, and over ranks with
+    the same tokens; blocks.
     """
+    alike = vars(module)["expert_exchange"].alike
+    if alike is None:
+        return _exchanged(module, x, ids, weights)
+    none = vars(module)["expert_exchange"].num_experts
+    chosen = ids.reshape(-1, ids.shape[-1])
+    rows = take_part(x.reshape(-1, x.shape[-1]), alike)
+    factors = None if weights is None else take_part(weights.reshape(chosen.shape), alike)
+    part = _exchanged(module, rows, take_part(chosen, alike, none), factors)
+    whole: Tensor = join_parts(part, alike, len(chosen))
+    return whole.view(*ids.shape[:-1], whole.shape[-1])
+
+
+def _exchanged(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+    """Send this rank's tokens to the experts, and return their sums. Collective over ep; blocks."""
     exchange: Any = vars(module)["expert_exchange"]
     experts = type(module).forward
     route = find_route(ids, exchange.num_experts, exchange.group)

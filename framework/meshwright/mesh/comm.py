@@ -172,6 +172,8 @@ class Group:
             if place_of(out) != place_of(part):
                 out.copy_(part.view_as(out))
             return CollectiveHandle()
+        if out.is_meta:
+            return CollectiveHandle()
         self._count("all_gather", tensor_bytes(out))
         work = _all_gather(out, part, group=self.process_group, async_op=True)
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])

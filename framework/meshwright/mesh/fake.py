@@ -99,6 +99,12 @@ class CountingGroup(Group):
             self._count("all_reduce", tensor_bytes(tensor))
         return CollectiveHandle(finish=finish)
 
+    def all_gather(self, out: Tensor, part: Tensor) -> CollectiveHandle:
+        """Count an all-gather; ``out`` keeps its shape."""
+        if self.size > 1:
+            self._count("all_gather", tensor_bytes(out))
+        return CollectiveHandle()
+
     def all_to_all(
         self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> CollectiveHandle:

@@ -75,6 +75,10 @@ class PlainModel:
     divisible: dict[str, int] = field(default_factory=dict)
     shared_units: dict[str, Any] = field(default_factory=dict)
     initialise: Initialise | None = None
+    copy_rows: Callable[[str, Tensor, int], None] | None = None
+    """Function that fills a tensor with rows of a parameter's first value, from the given one on:
+    it is in files, of which the others stay unread. None: there is none.
+    """
     builder_run: BuilderRun | None = None
     """Run of the builder that gives first values; None:
     the resets of the modules give all of them.
@@ -130,6 +134,17 @@ class PlainModel:
             run = self.builder_run if self.initialise is None else None
             raise unwritten_error(self.builder, "parameter", (run and run.unwritten()) or [name])
         return full
+
+    def reads_part(self, info: ParameterInfo) -> bool:
+        """Return whether :meth:`initial_part` reads no more than this rank's slice."""
+        return self.copy_rows is not None and info.sliced_over == "ep"
+
+    def initial_part(self, info: ParameterInfo) -> Tensor:
+        """Return this rank's slice of :meth:`initial`: experts, read from files without the others."""
+        part = torch.zeros(info.local_shape)
+        if self.copy_rows is not None and info.slice is not None and not self.is_dry:
+            self.copy_rows(info.name, part, info.slice.start)
+        return part
 
     def _filled(self, name: str) -> Tensor:
         """Return :meth:`initial`, with a mark in the elements that nothing has written."""
@@ -218,6 +233,7 @@ def build_model(
         divisible=dict(getattr(layers, "divisible", {})),
         shared_units=dict(getattr(layers, "shared_units", {})),
         initialise=getattr(layers, "initialise", None),
+        copy_rows=getattr(layers, "copy_rows", None),
         builder_run=run if run.names else None,
         loss=in_float32(getattr(layers, "loss", None)),
         loss_options={
@@ -324,9 +340,12 @@ def materialise(
         )
         # each that draws runs the whole builder, and holds the whole model
         by_one = model.builder_run is not None
-        local_of = initial_values(
-            {name: infos[name] for name in names}, model.initial, dtype, ranks, by_one_rank=by_one
-        )
+        whole = {name: infos[name] for name in names if not model.reads_part(infos[name])}
+        drawn = initial_values(whole, model.initial, dtype, ranks, by_one_rank=by_one)
+
+        def local_of(info: ParameterInfo) -> Tensor:
+            return drawn(info) if info.name in whole else model.initial_part(info)
+
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)

@@ -54,7 +54,6 @@ ASKS: dict[str, tuple[str, ...]] = {
     "cp documents": ("--parallel.cp=2", "--parallel.cp_order=documents"),
     "documents without boundaries": ("--data.document_boundaries=false",),
     "ep": ("--parallel.dp=2", "--parallel.ep=2"),
-    "tp without sequence": ("--parallel.tp=2", "--parallel.sequence=false"),
     "whole-parameter optimizer": ("--optimizer.name=adafactor",),
     "optimizer without offload": ("--optimizer.name=muon",),
     "own optimizer": ("--optimizer.builder=torch.optim:RAdam",),

@@ -179,7 +179,6 @@ TOGETHER = [
     ),
     # expert parallelism
     ("--parallel.sequence --parallel.ep=3", "MW-CONFIG-076", "ep = 3", "parallel.tp = 2"),
-    ("--parallel.ep=4", "MW-CONFIG-090", "ep = 4", "parallel.sequence = true"),
     (
         "--parallel.tp=1 --parallel.ep=2 --optimizer.name=adafactor",
         *("MW-CONFIG-091", '"adafactor"', "parallel.ep = 2"),

@@ -88,6 +88,22 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": LATENT
     | GROUPED
     | {"first_k_dense_replace": 1, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    "glm_moe_dsa": LATENT
+    | {"first_k_dense_replace": 1, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+    | {"qk_head_dim": 12},
+    "deepseek_v4": WINDOW
+    | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "num_hash_layers": 0}
+    | {"q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "mlp_layer_types": ["moe"] * 3}
+    | {
+        "layer_types": [
+            f"{kind}_attention" for kind in ("heavily_compressed", "compressed_sparse", "sliding")
+        ],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "partial_rotary_factor": 0.5,
+    },
+    "gemma4_text": WINDOW
+    | {"hidden_size_per_layer_input": 0, "global_head_dim": 8, "enable_moe_block": True}
+    | {"top_k_experts": 2, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     "bailing_hybrid": GROUPED,
     "dots1": GROUPED | {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "zaya": {"num_experts_per_tok": 1},

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from meshwright.errors import ModelError
 from meshwright.expert_parallel.routing import RoutingPlan
 from meshwright.model.build import build_model, configured_model
 from meshwright.verify import Verification, parse_layout, verify
@@ -21,6 +23,7 @@ from meshwright_interop.huggingface.restructure.experts import is_experts
 from meshwright_launch.pool import RankPool
 from tests.interop.huggingface.architectures import directory, run_config
 from tests.interop.huggingface.test_restructure import gradients, unmodified
+from tests.support.errors import has_code
 from tests.support.marks import long_row, marked_rows
 from tests.support.plain import plain_layers
 
@@ -36,10 +39,18 @@ KINDS = (
     "jamba",
 )
 LAYOUTS = ("dp2,zero3", "pp2", "tp2", "pp2,tp2,sequence", "dp2,pp2,full", "pp2,zb_h1")
-LAYOUTS += ("dp2,ep2", "dp4,ep2,zero3", "dp2,pp2,ep2", "tp2,ep2,sequence")
+LAYOUTS += ("dp2,ep2", "dp4,ep2,zero3", "dp2,pp2,ep2", "tp2,ep2,sequence", "tp2,ep2")
+OPEN_TO_TP = ("gpt_oss", "deepseek_v3", "glm4_moe", "qwen2_moe")
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss", *map(LATER, KINDS)])
+PLANS_DO_NOT_FIT = ("glm_moe_dsa", "deepseek_v4")
+"""Blocks that return tuples, and weights that the plan for a pipeline leaves out."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mixtral", "qwen2_moe", "gpt_oss", *PLANS_DO_NOT_FIT, "gemma4_text", *map(LATER, KINDS)],
+)
 def test_logits_loss_and_gradients_are_those_of_the_unmodified_model(
     kind: str, tmp_path: Path
 ) -> None:
@@ -64,6 +75,23 @@ def test_logits_loss_and_gradients_are_those_of_the_unmodified_model(
         assert float((gradient - other).norm()) <= 2e-5 * float(gradient.norm()) + 1e-8, name
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "code"),
+    [
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}, "MW-INTEROP-075"),
+        ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe", "moe"]}, "MW-INTEROP-074"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "MW-INTEROP-074"),
+    ],
+)
+def test_more_than_one_tensor_between_blocks_is_refused(
+    kind: str, options: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    """Refuse indices of another layer, token ids for a hash, and inputs for each layer."""
+    path = directory(kind, tmp_path, **options)
+    with pytest.raises(ModelError, check=has_code(code)):
+        build_model(f"hf:{path}", {}, 1)
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_a_rank_without_rows(kind: str, tmp_path: Path) -> None:
     """No token chose its experts: no rows come out, and every weight has a gradient of zeros."""
@@ -83,6 +111,7 @@ def test_a_rank_without_rows(kind: str, tmp_path: Path) -> None:
         ("mixtral", ("pp2,tp2,sequence",)),
         LATER("gpt_oss", ("dp2,ep2",)),
         LATER("ernie4_5_moe", ("dp2,tp2",)),
+        *[LATER(kind, ("tp2,ep2", "dp2,tp2,ep4", "pp2,tp2,ep2")) for kind in OPEN_TO_TP],
         *[LATER(kind, LAYOUTS) for kind in ("mixtral", "gpt_oss", "qwen2_moe", *KINDS)],
     ],
 )

@@ -23,6 +23,7 @@ from meshwright.model.build import build_model
 from meshwright.verify import layout_config, parse_layout
 from meshwright_interop.huggingface.restructure.blocks import merge_blocks
 from meshwright_interop.huggingface.restructure.bounds import check_fields
+from meshwright_interop.huggingface.restructure.derived import DerivedSkeleton
 from meshwright_interop.huggingface.restructure.directory import (
     configuration,
     fields_of,
@@ -168,7 +169,8 @@ def test_a_model_that_transformers_cannot_run_either(
 def test_a_model_that_only_the_cut_cannot_run_is_not_blamed_on_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelSkeleton, "find_order", lambda self: 1 / 0)
+    for kind in (ModelSkeleton, DerivedSkeleton):
+        monkeypatch.setattr(kind, "find_order", lambda self: 1 / 0)
     found = said(directory("llama", tmp_path))
     assert "MW-INTEROP-075" in found and "ZeroDivisionError" in found and "itself" not in found
 

@@ -79,6 +79,19 @@ def test_the_exchange_is_that_of_the_formula() -> None:
     assert exchanged(block(mixture(), choice(1))) == ([], [])
 
 
+def test_ranks_with_the_same_tokens_gather_the_results() -> None:
+    """Count rows as with sequence parallelism, and an all-gather over tp each way."""
+    with_sequence = choice(4, tp=2)
+    alike = block(mixture(), with_sequence._replace(sequence=False))
+    assert exchanged(alike) == exchanged(block(mixture(), with_sequence))
+    gathers = [
+        [m.wire_bytes for m in messages if (m.axis, m.operation) == ("tp", "all_gather")]
+        for messages in (alike.forward_messages, alike.backward_messages)
+    ]
+    rows = LENGTH * HIDDEN * 2 / 2
+    assert gathers == [[rows], [rows + LENGTH * K * 4 / 2]]
+
+
 def products(of: LayerProfile) -> float:
     return sum(work.flops * work.times for work in of.forward if work.kind is WorkKind.PRODUCT)
 
@@ -160,6 +173,7 @@ def larger_mixture(**parallel: Any) -> RunConfig:
     [
         {"dp": 4, "ep": 2, "zero": 2},
         long_row({"dp": 2, "tp": 2, "sequence": True, "ep": 4}),
+        long_row({"dp": 2, "tp": 2, "ep": 4}),
         pytest.param({"dp": 4, "ep": 2, "zero": 3}, marks=pytest.mark.torture),
     ],
     ids=str,

@@ -26,7 +26,7 @@ from meshwright_interop.huggingface.destination import (
     published_directory,
 )
 from meshwright_interop.huggingface.files import CONFIG, INDEX
-from meshwright_interop.huggingface.rules import TensorMapping
+from meshwright_interop.huggingface.rules import ExportRule, TensorMapping
 from meshwright_interop.huggingface.writing import (
     SHARD_BYTES,
     WeightExport,
@@ -43,7 +43,7 @@ class ExportPlan(NamedTuple):
     model: str
     """Name of the model in the report."""
     rules: Sequence[TensorMapping]
-    """One rule for each parameter of the model that is exported."""
+    """One rule for each parameter of the model that is exported, with the names of modules."""
     place: str
     """Name of the model's configuration, for error messages."""
     write_files: Callable[[Path, str], list[str]]
@@ -54,6 +54,8 @@ class ExportPlan(NamedTuple):
     """Class of transformers that loads the directory."""
     left_out: tuple[str, ...] = ()
     """Name patterns of parameters that are not exported."""
+    released: Sequence[ExportRule] = ()
+    """Rules of the files, if these differ from the modules; (): ``rules``."""
 
 
 class ExportResult(NamedTuple):
@@ -106,7 +108,7 @@ def export(
         plan = plan_export(config, checkpoint.path)
         weights = WeightExport(
             merge(checkpoint, config) if merge else checkpoint,
-            plan.rules,
+            plan.released or plan.rules,
             chosen_dtype,
             plan.place,
             plan.left_out,

@@ -13,7 +13,7 @@ each of theirs contributes to a unit::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,27 @@ from torch import Tensor
 from meshwright.parameters import ParameterInfo, Slice
 
 Shape = tuple[int, ...]
+
+
+class ExportRule(Protocol):
+    """Rule by which a tensor of a checkpoint, or an expert of it, is written to files."""
+
+    @property
+    def ours(self) -> str:
+        """Name in meshwright."""
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """True if it is written in the saved element type, whatever is asked for."""
+
+    def info(self, ours: Shape) -> ParameterInfo:
+        """Return the metadata of the part of ours that this rule covers."""
+
+    def shapes(self, ours: Shape) -> dict[str, Shape]:
+        """Return the name and shape of each tensor that is written."""
+
+    def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the contiguous values of each, in the order of ``shapes``."""
 
 
 class TensorMapping(NamedTuple):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +38,23 @@ class TensorLocation(NamedTuple):
     shape: tuple[int, ...]
 
 
+class OpenFiles(ExitStack):
+    """Safetensors files that stay open for several reads: to read a header takes longer than an
+    expert.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: dict[Path, Any] = {}
+
+    def tensor(self, stored: TensorLocation) -> Any:
+        """Return a tensor on the CPU, memory-mapped from its file."""
+        if stored.file not in self._files:
+            file = safe_open(stored.file, framework="pt", device="cpu")
+            self._files[stored.file] = self.enter_context(file)
+        return self._files[stored.file].get_tensor(stored.key)
+
+
 class SafetensorsDirectory:
     """Tensors of a directory by name. Each read opens its file again,
     so that the previous mapping is released.
@@ -46,20 +64,27 @@ class SafetensorsDirectory:
         self.path = path
         self.tensors = tensors
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, files: OpenFiles | None = None) -> Tensor:
         """Return a tensor on the CPU, memory-mapped from its file.
         The caller copies it and does not keep it.
+
+        ``files``: those that stay open for further reads; None: none does.
         """
         stored = self.tensors[name]
         try:
-            with safe_open(stored.file, framework="pt", device="cpu") as file:
-                tensor = file.get_tensor(stored.key)
+            with OpenFiles() if files is None else nullcontext(files) as opened:
+                tensor = opened.tensor(stored)
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 "MW-INTEROP-082", f"{stored.file}: tensor {stored.key} cannot be read: {error}"
             ) from error
         assert isinstance(tensor, Tensor)
         return tensor
+
+    def copy_to(self, name: str, target: Tensor, first: int = 0) -> None:
+        """Copy rows of a tensor into ``target``, as many as this has; ``first``: the first row."""
+        stored = self.read(name)
+        target.copy_(stored if stored.dim() == 0 else stored[first : first + len(target)])
 
     def num_bytes(self, name: str) -> int:
         """Return the size in bytes of a tensor, whose element type must be one of ``DTYPES``."""

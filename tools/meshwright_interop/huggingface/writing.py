@@ -28,7 +28,7 @@ from meshwright.errors import CheckpointError, ModelError
 from meshwright.parameters import ParameterInfo
 from meshwright_interop.huggingface.destination import OnBytes, ignore_progress
 from meshwright_interop.huggingface.files import DTYPES, INDEX, SINGLE, write_json
-from meshwright_interop.huggingface.rules import TensorMapping
+from meshwright_interop.huggingface.rules import ExportRule
 
 SHARD_BYTES = 5 * 10**9
 BYTES_AT_ONCE = 16 * 2**20
@@ -101,7 +101,7 @@ class WeightExport:
     def __init__(
         self,
         checkpoint: WeightReader,
-        rules: Sequence[TensorMapping],
+        rules: Sequence[ExportRule],
         dtype: torch.dtype | None,
         place: str,
         left_out: Sequence[str] = (),
@@ -200,7 +200,7 @@ class WeightExport:
 
 
 def _check_names(
-    checkpoint: WeightReader, rules: Sequence[TensorMapping], place: str, left_out: Sequence[str]
+    checkpoint: WeightReader, rules: Sequence[ExportRule], place: str, left_out: Sequence[str]
 ) -> None:
     expected, saved = {rule.ours for rule in rules}, checkpoint.parameters(TensorKind.WEIGHTS)
     present = {

@@ -75,7 +75,8 @@ def shard(
         divisible=model.divisible,
         shared=model.shared_units,
     )
-    infos = experts.apply(config.model.builder, layers, model.plan, infos, ep, tied)
+    alike = None if sequence else tp
+    infos = experts.apply(config.model.builder, layers, model.plan, infos, ep, tied, alike)
     infos = with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)
     cast_parameters(layers, DTYPES[config.train.dtype])
     parameters: dict[str, list[LocalParameter]] = {}

@@ -154,7 +154,6 @@ LAYOUT: dict[str, Callable[[Layout], bool]] = {
     "ep > 2": lambda layout: layout.ep > 2,
     "tp": lambda layout: layout.tp > 1,
     "tp > 2": lambda layout: layout.tp > 2,
-    "tp without sequence": lambda layout: layout.tp > 1 and not layout.sequence,
     "sequence": lambda layout: layout.sequence,
     "middle stage": lambda layout: layout.pp > 1 and layout.num_stages > 2,
     "middle rank": lambda layout: (
@@ -206,7 +205,6 @@ LAYOUT: dict[str, Callable[[Layout], bool]] = {
 """Features that a layout has by itself."""
 
 LAYOUT_KEYS: dict[str, tuple[str, ...]] = {
-    "tp without sequence": ("parallel.tp", "parallel.sequence"),
     "sequence": ("parallel.sequence",),
     "cp heads": ("parallel.cp_exchange",),
     OF_DOCUMENTS: ("parallel.cp_order",),

@@ -102,13 +102,6 @@ REFUSED = (
         "documents without boundaries",
     ),
     RefusedPair(
-        "MW-CONFIG-090",
-        "each rank must send tokens of its own to the experts",
-        "set parallel.sequence = true, or parallel.tp = 1",
-        "ep",
-        "tp without sequence",
-    ),
-    RefusedPair(
         "MW-CONFIG-091",
         "the optimizer steps whole parameters, and ranks would have parts of the experts",
         "set parallel.ep = 1, or choose another optimizer",

@@ -11,6 +11,7 @@ marks.py      placeholders for the planned modules during such a run
 float64.py    float64 runs without casts to float32
 plans.py      the model's own tensor-parallel plan -> a sharding plan
 probe.py      a traced forward on meta: functional dropout, and the weights that act on sharded tensors
+released.py   a tensor of the files for each expert, and other names: transformers' own mapping, in both directions
 initial.py    initial weights: loaded from the directory's files, or drawn by the model's rules
 directory.py  validation of config.json
 export.py     plan of the export of a checkpoint: config.json and the files beside the weights

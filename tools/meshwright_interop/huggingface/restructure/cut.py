@@ -52,14 +52,14 @@ def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
     plan = list(model._pp_plan)
     planned, in_lists = _planned(model, plan, place)
     state = RunState(model.config.get_text_config().hidden_size)
-    _set_marks(
-        model,
-        plan,
-        {name: ModulePlaceholder(name, each, state) for name, each in planned.items()},
-        place,
-    )
-    frame = ModelSkeleton(model, state, _description(model))
-    order = _order(frame, planned, place)
+    marks = {name: ModulePlaceholder(name, each, state) for name, each in planned.items()}
+    try:
+        _set_marks(model, plan, marks, place)
+        frame = ModelSkeleton(model, state, _description(model))
+        order = _order(frame, planned, place)
+    except ModelError:
+        _replace(model, planned)
+        raise
     return _layers(frame, order, planned, in_lists, PipelineLayer)
 
 
@@ -166,9 +166,7 @@ def _planned(model: Any, plan: Sequence[str], place: str) -> tuple[dict[str, nn.
 
 def _set_marks(model: Any, plan: Sequence[str], marks: Mapping[str, nn.Module], place: str) -> None:
     """Replace the planned modules of the model by marks; every parameter must be in one of them."""
-    for name, mark in marks.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, mark)
+    _replace(model, marks)
     unplanned = [name for name, _ in model.named_parameters()]
     if unplanned:
         raise ModelError(
@@ -176,6 +174,13 @@ def _set_marks(model: Any, plan: Sequence[str], marks: Mapping[str, nn.Module], 
             f"{place}: {unplanned[0]} belongs to no module of the pipeline plan"
             f" ({', '.join(plan)}), so that its stage is undefined",
         )
+
+
+def _replace(model: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Set these modules of the model, in place."""
+    for name, module in modules.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, module)
 
 
 def _description(model: Any) -> str:

@@ -20,14 +20,20 @@ from meshwright_interop.huggingface.export import ExportPlan
 from meshwright_interop.huggingface.export import export as export_with
 from meshwright_interop.huggingface.files import CONFIG, TOKENIZER, copy_side_files, write_json
 from meshwright_interop.huggingface.restructure.directory import fields_of, with_overrides
-from meshwright_interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
+from meshwright_interop.huggingface.restructure.layers import (
+    OWN_OPTIONS,
+    conversions_of_layers,
+    names_in_transformers,
+)
+from meshwright_interop.huggingface.restructure.released import released_rules
 from meshwright_interop.huggingface.rules import unchanged
 
 SCHEME = "hf:"
 
 
 def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
-    """Plan the export of a model that was built from ``hf:DIRECTORY``.
+    """Plan the export of a model that was built from ``hf:DIRECTORY``, in the form in which such a
+    model is released.
 
     Tied parameters are written under their first name, as in files saved by transformers.
 
@@ -44,7 +50,9 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         )
     model = build_model(builder, options | {"weights": False}, config.run.seed)
     names = names_in_transformers(model.layers)
-    rules = [unchanged(name, names[name]) for name in dict.fromkeys(map(model.canonical, names))]
+    own = {name: names[name] for name in dict.fromkeys(map(model.canonical, names))}
+    rules = [unchanged(name, theirs) for name, theirs in own.items()]
+    released = released_rules(conversions_of_layers(model.layers), own)
     source = Path(builder.removeprefix(SCHEME)).expanduser()
 
     def write_files(directory: Path, dtype: str) -> list[str]:
@@ -52,7 +60,8 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         _copy_side_files(source, directory, config.data)
         return add_document_ends(directory, config.data)
 
-    return ExportPlan(builder, rules, f"the current {source / CONFIG}", write_files)
+    place = f"the current {source / CONFIG}"
+    return ExportPlan(builder, rules, place, write_files, released=released)
 
 
 export = partial(export_with, plan_export)

@@ -77,9 +77,18 @@ class ParameterInitialiser:
         if isinstance(tensor, FakeTensor):  # a dry run: it has a size and no values
             tensor.zero_()
         elif self._weights is not None:
-            tensor.copy_(self._weights.read(theirs))
+            tensor.zero_()  # all of it at once: experts come one by one
+            self._weights.copy_to(theirs, tensor)
         else:
             self.draw(theirs, tensor)
+
+    def copy_rows(self, name: str, target: Tensor, first: int) -> None:
+        """Fill a tensor with rows of a parameter of the files, from ``first`` on; the files' other
+        experts stay unread.
+        """
+        if not isinstance(target, FakeTensor):
+            assert self._weights is not None
+            self._weights.copy_to(self._names[name], target, first)
 
     def draw(self, theirs: str, tensor: Tensor) -> None:
         """Fill one parameter by the model's rules. ``theirs``: its name in transformers.

@@ -17,6 +17,7 @@ A model that cannot be restructured is refused with the reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -55,12 +56,17 @@ from meshwright_interop.huggingface.restructure.plans import (
     sharding_of,
 )
 from meshwright_interop.huggingface.restructure.probe import probe
+from meshwright_interop.huggingface.restructure.released import (
+    PLAIN_NAME,
+    Conversions,
+    under_module_names,
+)
 from meshwright_interop.huggingface.restructure.rotary import choose_by_length, refuse_dynamic
 from meshwright_interop.huggingface.restructure.routers import KIND as ROUTER
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
 from meshwright_interop.huggingface.rules import TensorMapping
-from meshwright_interop.huggingface.source import open_source
+from meshwright_interop.huggingface.source import SafetensorsDirectory, open_source
 
 OWN_OPTIONS = ("weights", "attention")
 """Keys of model.options that are no keys of config.json."""
@@ -106,6 +112,7 @@ def build(
         )
     model = _skeleton(config, place, attention)
     constants = freeze_buffers(model)
+    conversions = Conversions(model)
     untouched = partial(check_untouched, config, place, attention)
     planned, layers = _cut(model, place, untouched)
     tied = _ties(layers)
@@ -113,16 +120,10 @@ def build(
         name: _transformers_name(name, planned)
         for name, _ in layers.named_parameters(remove_duplicate=False)
     }
+    left_over: list[str] = []
     if source is not None:
-        source.check(
-            _rules_of(layers, parameters, tied),
-            {name: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
-            lambda name: name.endswith(".inv_freq") or _is_left_out(name, config, overrides),
-            type(model).__name__,
-            f"leave model.options as they are in {CONFIG}; or save it with transformers,"
-            f" save_pretrained(..., save_original_format=False); or {FRESH_WEIGHTS}",
-            EXACT_IN_FLOAT32,
-        )
+        source = under_module_names(source, conversions)
+        left_over = _check_weights(source, layers, parameters, tied, model, overrides)
     own_names = {
         _transformers_name(name, planned): name
         for name, _ in layers.named_modules()
@@ -133,11 +134,12 @@ def build(
     observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config, untouched)
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
-    of_tokens, impossible = context_plan(layers)
+    of_tokens, impossible = context_plan(layers, config)
     refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
     routers = prepare_routers(layers)
     balances = balance_routers(model, routers, len(around_experts(layers)), losses.routers, place)
     of_routers = dict.fromkeys((*routers, *balances), ROUTER)
+    initialise = ParameterInitialiser(model, parameters, modules, source, constants)
     vars(layers).update(
         sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | of_routers,
         z_loss=losses.logits,
@@ -146,10 +148,48 @@ def build(
         shared_units=dict(sharding.shared),
         impossible=sharding.impossible | impossible,
         tied_weights=tied,
-        initialise=ParameterInitialiser(model, parameters, modules, source, constants),
+        initialise=initialise,
+        copy_rows=None if source is None else initialise.copy_rows,
         names_in_transformers=parameters,
+        conversions=conversions,
+        left_over=left_over,
     )
     return layers
+
+
+def _check_weights(
+    source: SafetensorsDirectory,
+    layers: nn.Sequential,
+    names: Mapping[str, str],
+    tied: Sequence[tuple[str, ...]],
+    model: Any,
+    overrides: Mapping[str, Any],
+) -> list[str]:
+    """Check that the files hold exactly the parameters of the layers, and nothing else but what
+    transformers leaves out too, or ``overrides`` do; return the names of these others.
+
+    Raises:
+        ModelError: they do not.
+    """
+    unread = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+
+    def is_ignored(name: str) -> bool:
+        is_named = PLAIN_NAME.fullmatch(name) is not None
+        return (
+            name.endswith(".inv_freq")
+            or _is_left_out(name, model.config, overrides)
+            or (is_named and any(each.search(name) for each in unread))
+        )
+
+    source.check(
+        _rules_of(layers, names, tied),
+        {name: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
+        is_ignored,
+        type(model).__name__,
+        f"leave model.options as they are in {CONFIG}, get the files again, or {FRESH_WEIGHTS}",
+        EXACT_IN_FLOAT32,
+    )
+    return [name for name in source.tensors if name not in names.values() and is_ignored(name)]
 
 
 def _rules_of(
@@ -230,12 +270,28 @@ def _cut(
     """
     has_plan = model.config.get_text_config().base_model_pp_plan
     try:
-        planned, layers = cut(model, place) if has_plan else cut_by_trace(model, place)
+        planned, layers = _cut_at_plan(model, place) if has_plan else cut_by_trace(model, place)
     except ModelError:
         untouched()
         raise
     _check_parts(layers, model, place)
     return planned, layers
+
+
+def _cut_at_plan(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
+    """Cut the model at its own plan; where this leaves out modules, or its blocks return tuples, at
+    a derived one.
+
+    Raises:
+        ModelError: neither is the same model; the reason of its own plan.
+    """
+    try:
+        return cut(model, place)
+    except ModelError as error:
+        try:
+            return cut_by_trace(model, place)
+        except ModelError:
+            raise error from None
 
 
 def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
@@ -285,6 +341,22 @@ def _transformers_name(name: str, planned: Mapping[str, str]) -> str:
     layer, _, rest = name.partition(".")
     child, _, inside = rest.partition(".")
     return f"{planned[f'{layer}.{child}']}.{inside}".rstrip(".")
+
+
+def left_over_of(layers: nn.Sequential) -> list[str]:
+    """Return the names of the files' tensors that belong to no parameter of a restructured model,
+    and that transformers leaves out too, or ``model.options``.
+    """
+    names = layers.left_over
+    assert isinstance(names, list)
+    return names
+
+
+def conversions_of_layers(layers: nn.Sequential) -> Conversions:
+    """Return the mapping between files and parameters of a restructured model."""
+    conversions = layers.conversions
+    assert isinstance(conversions, Conversions)
+    return conversions
 
 
 def names_in_transformers(layers: nn.Sequential) -> dict[str, str]:

@@ -75,6 +75,22 @@ def rotary_parameters(kind: str) -> Any:
     return ROPE_INIT_FUNCTIONS[kind]
 
 
+def weight_loading() -> Any:
+    """Return transformers' module that reads and writes weights."""
+    from transformers import core_model_loading
+
+    return core_model_loading
+
+
+def conversions_of(model: Any, *, add_legacy: bool = True) -> list[Any]:
+    """Return transformers' mapping from files to a model, in its order; with ``add_legacy`` also
+    the old names of any model, at the end.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model, add_legacy=add_legacy))
+
+
 def register_attention(name: str, attention: Any, mask: Any) -> None:
     """Register an attention (``attn_implementation``), and the creation of its masks,
     in transformers.

@@ -54,6 +54,7 @@ KINDS = {
 }
 GROUPS = "num_key_value_groups"
 """Attribute of an attention of transformers: query heads of each key-value head."""
+NO_PIPELINE = "the model declares no plan for a pipeline"
 LINEAR_KINDS = ("column", "row", "column_whole", "row_whole")
 
 
@@ -164,7 +165,7 @@ def sharding_of(
     )
 
 
-def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]:
+def context_plan(layers: nn.Sequential, config: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Return the entries of the plan for context parallelism, or the reason why there are none,
     by "cp".
 
@@ -172,11 +173,9 @@ def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]
     positions.
     """
     if any(isinstance(layer, DerivedLayer) for layer in layers):
-        why = (
-            "the model declares no plan for a pipeline (base_model_pp_plan): its layers take no"
-            " positions"
-        )
-        return {}, {"cp": why}
+        has_plan = config.get_text_config().base_model_pp_plan
+        why = "its plan for a pipeline does not fit it" if has_plan else NO_PIPELINE
+        return {}, {"cp": f"{why} (base_model_pp_plan): its layers take no positions"}
     cores = install_cores(layers)
     if not cores:
         return {}, {
