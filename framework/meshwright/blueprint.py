@@ -41,6 +41,7 @@ from meshwright.pipeline.plan import (
     cut_layers,
     describe_boundaries,
     describe_model,
+    draw_functions_by_name,
     model_costs,
     offloaded_names,
     recomputed_names,
@@ -255,6 +256,7 @@ def describe(config: RunConfig) -> WholeModel:
     shapes = MetaMicrobatch(*example(config.data, batch_numbers(config.batch).micro_batch_size))
     problems: list[ModelError] = []
     model = configured_model(config, problems)
+    draw_functions_by_name(model, shapes.cast(torch.float32).inputs)
     try:
         forward = describe_model(
             model,

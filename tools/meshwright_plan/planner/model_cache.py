@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from meshwright.config import Pipeline, RunConfig, Train, batch_numbers
@@ -26,6 +27,7 @@ from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
     cut_layers,
+    draw_functions_by_name,
     model_costs,
     outline_of,
     recomputed_names,
@@ -89,7 +91,10 @@ class ModelCache:
     @cached_property
     def model(self) -> PlainModel:
         """Whole plain model, on meta."""
-        return configured_model(self.config)
+        model = configured_model(self.config)
+        shapes = MetaMicrobatch(*example(self.config.data, 1))
+        draw_functions_by_name(model, shapes.cast(torch.float32).inputs)
+        return model
 
     @cached_property
     def names(self) -> list[str]:
