@@ -164,7 +164,9 @@ def sharding_of(
     )
 
 
-def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]:
+def context_plan(
+    layers: nn.Sequential, observations: ProbeResult
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return the entries of the plan for context parallelism, or the reason why there are none,
     by "cp".
 
@@ -175,6 +177,13 @@ def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]
         why = (
             "the model declares no plan for a pipeline (base_model_pp_plan): its layers take no"
             " positions"
+        )
+        return {}, {"cp": why}
+    if observations.drops_probabilities:
+        why = (
+            "its attention drops probabilities by a function, and a rank's queries attend block by"
+            " block to the keys that they see: no call has the rows of the whole mask (set the"
+            " model.options of the attention's dropout to 0.0)"
         )
         return {}, {"cp": why}
     cores = install_cores(layers)
