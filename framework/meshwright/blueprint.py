@@ -14,16 +14,18 @@ network, or more memory than a model on meta.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig, batch_numbers, dump
+from meshwright.config import Parallel, RunConfig, batch_numbers, dump
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.plan import share_tokens
 from meshwright.data.sources import example
+from meshwright.data_parallel.units import Units
 from meshwright.errors import ModelError
 from meshwright.expert_parallel import plan as experts
 from meshwright.fp8.convert import check_sizes
@@ -47,6 +49,7 @@ from meshwright.pipeline.plan import (
     recomputed_names,
 )
 from meshwright.pipeline.values import MetaMicrobatch, ValueSpec
+from meshwright.placement.patterns import check_patterns, matching
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedules, schedule_digest
 from meshwright.tensor_parallel import plan as sharding
@@ -293,6 +296,7 @@ def plan_stages(config: RunConfig, whole: WholeModel) -> StagePlan:
     model = whole.plain
     recomputed = recomputed_names(config.pipeline, model, config.model.builder)
     offloaded = offloaded_names(config.pipeline, model)
+    units_of(config.parallel, list(model.layers._modules))  # its patterns fit layers
     schedules = draw_schedules(config.pipeline, config.parallel.pp, config.batch)
     largest = schedules[-1]
     check_running(
@@ -336,6 +340,20 @@ def shard(
     cast_model(model.layers, whole.forward.running, DTYPES[config.train.dtype])
     infos = with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)
     return cut, infos
+
+
+def units_of(parallel: Parallel, names: Sequence[str]) -> Units:
+    """Return the units of layers that ZeRO-3 gathers together, or keeps. ``names``: of all layers
+    of the model.
+
+    Raises:
+        ModelError: a pattern of ``parallel.keep_gathered`` fits no layer.
+    """
+    patterns = parallel.keep_gathered
+    if isinstance(patterns, bool):
+        patterns = ["*"] if patterns else []
+    check_patterns("parallel.keep_gathered", patterns, names, "layer")
+    return Units(parallel.unit_layers, frozenset(matching(patterns, names)))
 
 
 def _boundaries(

@@ -336,6 +336,16 @@ class Parallel(Section):
     """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp x cp.
     Default: dp x cp. Smaller: less traffic between nodes, more memory.
     """
+    unit_layers: Count = 1
+    """Consecutive layers of a stage whose weights zero = 3 gathers, and whose gradients it reduces,
+    in one message. More: fewer and larger messages, more memory.
+    """
+    keep_gathered: bool | list[str] = Field(
+        default=False, description="true for all layers, or name patterns of layers"
+    )
+    """Layers whose weights zero = 3 keeps from a forward to the next backward, which does not gather
+    them again, such as ``["head"]``; true: all.
+    """
     reduce: Literal["microbatch", "step"] | None = None
     """Reduce gradients per microbatch (a rank keeps its shard) or step. Default: step;
     with zero >= 2 microbatch.

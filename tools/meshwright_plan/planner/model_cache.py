@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from meshwright.blueprint import units_of
 from meshwright.config import Pipeline, RunConfig, Train, batch_numbers
 from meshwright.config.combinations.features import Traits
 from meshwright.data.sources import example
@@ -299,7 +300,17 @@ class ModelCache:
         away = tuple(
             at for at, name in enumerate(self.names if patterns else ()) if fits(name, *patterns)
         )
-        footprints = self._footprints(layers, stages, parameters, away)
+        units = units_of(config.parallel, self.names)
+        footprints = [
+            of._replace(
+                units=tuple(
+                    (len(unit), kept) for unit, kept in units.of(self.names[i] for i in run)
+                )
+            )
+            for of, run in zip(
+                self._footprints(layers, stages, parameters, away), stages, strict=True
+            )
+        ]
         return LayoutModel(config, schedule, stages, layers, elements, footprints, matrices)
 
     def _elements(
