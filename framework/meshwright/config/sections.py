@@ -121,6 +121,14 @@ class Model(Section):
     """Groups of parameters with a learning-rate factor or weight decay of their own, or frozen; the
     first match counts.
     """
+    attention: str | None = Field(
+        default=None,
+        pattern=FUNCTION,
+        description='a module and a function in it, as in "my_package.kernels:attend"',
+    )
+    """Attention function in the place of the kernels of the model's attention cores;
+    `docs/models.md` has its arguments. Default: none.
+    """
     grow_vocabulary: bool = False
     """Let the vocabulary be larger than that of ``run.start``: its rows are taken, the new ones keep
     their initial values.
