@@ -10,8 +10,15 @@ import pytest
 
 from meshwright import make_config
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import RunConfig
+from meshwright.build import build
+from meshwright.config import RunConfig, parse
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
+from meshwright.optimizer.states import evaluating
+from meshwright.run.observers import total_loss
+from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout
+from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import References, assert_agrees, model_config, size_for
 from tests.framework.verify.test_wire_bytes import SIZE, measured
@@ -49,6 +56,30 @@ def test_layouts_agree(layout: str, parallel: dict[str, Any], pool: RankPool) ->
     assert_agrees(
         config, layout, pool, References(), global_batch=size.global_batch, steps=3, twice=True
     )
+
+
+def losses(rank: int, world_size: int, config_json: str, validates: bool) -> list[float]:
+    """Train four steps, with validations between them if ``validates``; return the losses."""
+    config = parse(config_json)
+    source = open_verify_source(config, True)
+    parts = build(config, open_mesh(Grid.of(config.parallel.degrees), "cpu"), (source, {}))
+    found = []
+    for _ in range(4):
+        found.append(take_step(parts).loss)
+        if validates:
+            with evaluating(parts.optimizer):
+                total_loss(parts, parts.feeds(source, [9]))
+    return found
+
+
+def test_weights_that_a_validation_has_gathered_do_not_outlive_it(pool: RankPool) -> None:
+    """Schedule-free AdamW validates with other weights than it trains."""
+    optimizer = {"name": "schedule_free_adamw", "schedule": "constant", "min_learning_rate": None}
+    layout = parse_layout("dp2,zero3")
+    config = units("dp2,zero3", keep_gathered=True).replace(optimizer=optimizer)
+    text = layout_config(config, layout, 8, "float64").model_dump_json()
+    alone, validated = (pool.run(losses, 2, text, each)[0] for each in (False, True))
+    assert alone == validated
 
 
 @pytest.mark.parametrize(
