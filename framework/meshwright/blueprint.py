@@ -14,17 +14,19 @@ network, or more memory than a model on meta.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig, batch_numbers, dump
+from meshwright.config import Parallel, RunConfig, batch_numbers, dump
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.plan import share_tokens
 from meshwright.data.mixture_losses import corpus_losses
 from meshwright.data.sources import example
+from meshwright.data_parallel.units import Units
 from meshwright.errors import ModelError
 from meshwright.expert_parallel import plan as experts
 from meshwright.fp8.convert import check_sizes
@@ -42,11 +44,13 @@ from meshwright.pipeline.plan import (
     cut_layers,
     describe_boundaries,
     describe_model,
+    draw_functions_by_name,
     model_costs,
     offloaded_names,
     recomputed_names,
 )
 from meshwright.pipeline.values import MetaMicrobatch, ValueSpec
+from meshwright.placement.patterns import check_patterns, matching
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedules, schedule_digest
 from meshwright.tensor_parallel import plan as sharding
@@ -256,6 +260,7 @@ def describe(config: RunConfig) -> WholeModel:
     shapes = MetaMicrobatch(*example(config.data, batch_numbers(config.batch).micro_batch_size))
     problems: list[ModelError] = []
     model = configured_model(config, problems)
+    draw_functions_by_name(model, shapes.cast(torch.float32).inputs)
     try:
         forward = describe_model(
             model,
@@ -292,6 +297,7 @@ def plan_stages(config: RunConfig, whole: WholeModel) -> StagePlan:
     model = whole.plain
     recomputed = recomputed_names(config.pipeline, model, config.model.builder)
     offloaded = offloaded_names(config.pipeline, model)
+    units_of(config.parallel, list(model.layers._modules))  # its patterns fit layers
     schedules = draw_schedules(config.pipeline, config.parallel.pp, config.batch)
     largest = schedules[-1]
     check_running(
@@ -336,6 +342,20 @@ def shard(
     cast_model(model.layers, whole.forward.running, DTYPES[config.train.dtype])
     infos = with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)
     return cut, infos
+
+
+def units_of(parallel: Parallel, names: Sequence[str]) -> Units:
+    """Return the units of layers that ZeRO-3 gathers together, or keeps. ``names``: of all layers
+    of the model.
+
+    Raises:
+        ModelError: a pattern of ``parallel.keep_gathered`` fits no layer.
+    """
+    patterns = parallel.keep_gathered
+    if isinstance(patterns, bool):
+        patterns = ["*"] if patterns else []
+    check_patterns("parallel.keep_gathered", patterns, names, "layer")
+    return Units(parallel.unit_layers, frozenset(matching(patterns, names)))
 
 
 def _boundaries(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.blueprint import Blueprint, draw_blueprint, units_of
 from meshwright.config import (
     Optimizer,
     RunConfig,
@@ -31,6 +31,7 @@ from meshwright.data_parallel.members import parameter_at, shard_layout, stage_m
 from meshwright.data_parallel.replica import BucketReplica, Replica
 from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
 from meshwright.data_parallel.ties import tied_groups
+from meshwright.data_parallel.units import Units
 from meshwright.mesh.comm import Group
 from meshwright.mesh.holders import Holders, open_holders
 from meshwright.mesh.mesh import Mesh
@@ -246,7 +247,13 @@ def _build_stages(
         )
         # first the replica, which moves the weights into buckets, then what uses them
         replica = _make_replica(
-            config, members, layers, mesh.device, host=host, weight_shards=weight_shards
+            config,
+            members,
+            layers,
+            mesh.device,
+            host=host,
+            weight_shards=weight_shards,
+            units=units_of(config.parallel, list(model.layers._modules)),
         )
         compile_layers(layers, config.train, config.pipeline, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(
@@ -290,10 +297,11 @@ def _make_replica(
     *,
     host: HostMemory | None,
     weight_shards: Group | None,
+    units: Units,
 ) -> Replica:
     """Return the replica of a stage, sharded according to ``parallel.zero``.
 
-    ``weight_shards``: replicas that shard its weights by FSDP2; None: each holds them.
+    ``weight_shards``: replicas that shard its weights by FSDP2, in ``units``; None: each holds them.
     """
 
     def in_buckets(members: list[StageParameter]) -> BucketReplica:
@@ -313,5 +321,6 @@ def _make_replica(
         weight_shards,
         device,
         offload=host is not None,
+        units=units,
         make_buckets=in_buckets,
     )

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -191,6 +192,23 @@ HOOKS = (
 """Attributes of a module that hold its hooks; a module that replaces another takes them over."""
 
 
+@dataclass
+class LayoutParts:
+    """Parts of an activation that a rank may have: what tp, cp and the exchange of heads give it."""
+
+    tp: tuple[int, int] = (0, 1)
+    """(rank, size) of the tensor-parallel group."""
+    tokens: TokenPositions | None = None
+    """Positions of this rank's tokens, with cp > 1."""
+    heads: TokenPositions | None = None
+    """This rank's heads inside attention cores, where cp exchanges tokens for heads."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank has whole samples."""
+        return self.tp[1] == 1 and self.tokens is None
+
+
 class SeededDropout(nn.Module):
     """nn.Dropout whose mask is a function of (seed, layer name, call, sample, element).
     Identity in eval mode.
@@ -215,6 +233,7 @@ class SeededDropout(nn.Module):
         self.current = current
         self.shard: tuple[int, int, int] | None = None
         self.cut: tuple[int, TokenPositions] | None = None
+        self.parts = LayoutParts()
         # In memory and not in the code: compiled layers then share one graph, whatever their names,
         # and the compiler does not try to work out indices times GOLDEN exactly, which no 64-bit
         # integer holds.
@@ -270,6 +289,10 @@ class SeededDropout(nn.Module):
                 " attention), or use parallel.cp = 1",
             )
 
+    def around_recompute(self) -> AbstractContextManager[object]:
+        """Return the context of a second forward that does not begin with the layer's own."""
+        return nullcontext()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _add_keys(self) -> None:
         """Double the number of calls that keys are prepared for."""
@@ -284,6 +307,16 @@ class SeededDropout(nn.Module):
             return x
         if self.p >= 1.0:
             return torch.zeros_like(x)
+        self.check_backward()
+        if self.cut is None and dropout.takes(x):
+            dropped = dropout.drop_elements(x, *self._next(x.shape, x.device), self.p, self.shard)
+        else:
+            dropped = x * self.mask(x.shape, x.device) * (1.0 / (1.0 - self.p))
+        self.num_calls += 1
+        return dropped
+
+    def check_backward(self) -> None:
+        """Raise :class:`ModelError` in a second forward that no recompute of the run has begun."""
         if (
             not torch.compiler.is_compiling()
             and torch._C._current_graph_task_id() != -1
@@ -295,12 +328,6 @@ class SeededDropout(nn.Module):
                 " (torch.utils.checkpoint) would drop other elements than in its first forward."
                 " Use pipeline.recompute for the layer instead (docs/recompute.md), or p = 0",
             )
-        if self.cut is None and dropout.takes(x):
-            dropped = dropout.drop_elements(x, *self._next(x.shape, x.device), self.p, self.shard)
-        else:
-            dropped = x * self.mask(x.shape, x.device) * (1.0 / (1.0 - self.p))
-        self.num_calls += 1
-        return dropped
 
 
 def dropouts_of(module: nn.Module) -> list[SeededDropout]:

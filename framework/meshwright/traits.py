@@ -24,6 +24,7 @@ from meshwright.model.buffers import (
     running_buffers,
 )
 from meshwright.model.build import PlainModel, configured_model
+from meshwright.pipeline.plan import draw_functions_by_name
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.placement.patterns import entries_for
 from meshwright.seeding import SeededDropout
@@ -57,8 +58,10 @@ def traits_of(config: RunConfig) -> Traits:
         UserError: the model or the samples cannot be built.
     """
     model, shapes = configured_model(config), MetaMicrobatch(*example(config.data, 2))
+    inputs = shapes.cast(torch.float32).inputs
+    draw_functions_by_name(model, inputs)
     try:
-        running = running_buffers(model.layers, shapes.cast(torch.float32).inputs)
+        running = running_buffers(model.layers, inputs)
     except Exception:  # the layouts' blueprints raise the error for it
         running = []
     return find_traits(config, model, shapes, running)

@@ -164,6 +164,10 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.window = window
         self.score_divisor = score_divisor
+        self.attention_function: Callable[..., Tensor] | None = None
+        """Function that attends in the place of the kernels here: (q, k, v, places, *, scale,
+        dropout, starts, window) -> (B, H, Q, d).
+        """
 
     def forward(
         self,
@@ -185,6 +189,9 @@ class AttentionCore(nn.Module):
         """
         heads_per_group, length = q.shape[1] // k.shape[1], k.shape[-2]
         scale = None if self.score_divisor is None else 1 / self.score_divisor
+        if self.attention_function is not None:
+            given = {"scale": scale, "dropout": dropout, "starts": starts, "window": self.window}
+            return self.attention_function(q, k, v, places, **given)
         if dropout is None and places is not None:
             first = some_queries.first_seen(places, starts, self.window)
             if self.form(q, has_documents=True) == "flex":
@@ -224,11 +231,12 @@ class AttentionCore(nn.Module):
         """Return blocks of queries with which :meth:`forward` may be called one by one,
         each with some of the heads.
 
-        None with dropout, whose mask spans all heads and queries. Arguments as in forward; k and v
+        None with dropout, whose mask spans all heads and queries, and with a function of the user.
+        Arguments as in forward; k and v
         are not read.
         ``length``: number of keys S.
         """
-        if dropout is not None:
+        if dropout is not None or self.attention_function is not None:
             return None
         if self.form(q, has_documents=True) == "flex":
             return [slice(0, q.shape[-2])]

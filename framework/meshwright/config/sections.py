@@ -121,6 +121,14 @@ class Model(Section):
     """Groups of parameters with a learning-rate factor or weight decay of their own, or frozen; the
     first match counts.
     """
+    attention: str | None = Field(
+        default=None,
+        pattern=FUNCTION,
+        description='a module and a function in it, as in "my_package.kernels:attend"',
+    )
+    """Attention function in the place of the kernels of the model's attention cores;
+    `docs/models.md` has its arguments. Default: none.
+    """
     grow_vocabulary: bool = False
     """Let the vocabulary be larger than that of ``run.start``: its rows are taken, the new ones keep
     their initial values.
@@ -335,6 +343,16 @@ class Parallel(Section):
     shard_factor: Count | None = None
     """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp x cp.
     Default: dp x cp. Smaller: less traffic between nodes, more memory.
+    """
+    unit_layers: Count = 1
+    """Consecutive layers of a stage whose weights zero = 3 gathers, and whose gradients it reduces,
+    in one message. More: fewer and larger messages, more memory.
+    """
+    keep_gathered: bool | list[str] = Field(
+        default=False, description="true for all layers, or name patterns of layers"
+    )
+    """Layers whose weights zero = 3 keeps from a forward to the next backward, which does not gather
+    them again, such as ``["head"]``; true: all.
     """
     reduce: Literal["microbatch", "step"] | None = None
     """Reduce gradients per microbatch (a rank keeps its shard) or step. Default: step;

@@ -124,6 +124,8 @@ def apply(
 def _cut_mask(cut: TokenCut, heads: HeadCut | int | None, site: ModuleSite) -> None:
     """Make a dropout draw the mask of this rank's tokens, or heads, by the kinds around it."""
     dropout: Any = site.module
+    dropout.parts.tokens = cut
+    dropout.parts.heads = heads if isinstance(heads, HeadCut) else None
     if {*site.kinds} & {HEADS, CORE}:
         dropout.cut = (1, heads) if isinstance(heads, HeadCut) else (2, cut)
     elif SEQUENCE not in site.kinds:

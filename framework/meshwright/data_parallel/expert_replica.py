@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.data_parallel.fully_sharded import FullyShardedReplica
 from meshwright.data_parallel.replica import BucketReplica, Replica
 from meshwright.data_parallel.sharding import StageParameter
+from meshwright.data_parallel.units import Units
 from meshwright.mesh.comm import Group
 
 
@@ -71,6 +72,7 @@ def fully_sharded_replica(
     device: torch.device,
     *,
     offload: bool,
+    units: Units,
     make_buckets: Callable[[list[StageParameter]], BucketReplica],
 ) -> Replica:
     """Shard the parameters of a stage under ZeRO-3; see :class:`FullyShardedReplica`.
@@ -82,7 +84,13 @@ def fully_sharded_replica(
     in_buckets = [] if all(map(_is_divided, experts)) else experts
     in_fsdp = [m for m in members if not (in_buckets and m.info.sliced_over == "ep")]
     fully_sharded = FullyShardedReplica(
-        in_fsdp, shard_group, layers, members[0].parameter.dtype, device, offload=offload
+        in_fsdp,
+        shard_group,
+        layers,
+        members[0].parameter.dtype,
+        device,
+        offload=offload,
+        units=units,
     )
     if not in_buckets:
         return fully_sharded

@@ -5,11 +5,12 @@ FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here bot
 groups, so bytes are counted, failures name the ranks, and a hang report lists the ranks that wait.
 With gloo the reduce-scatter sends half the bytes of gloo's own.
 
-A unit (FSDP's parameter group) is gathered by one collective. It is a layer without the modules
-that share a weight with another module. Modules that share a weight form a unit together. Its
-weights stay gathered from forward to
-backward: its last module, most often the head, needs them when the stage's memory use is highest
-anyway.
+A unit (FSDP's parameter group) is gathered by one collective. It is a layer, or several consecutive
+ones, without the modules that share a weight with another module. Modules that share a weight form a
+unit together. Its weights stay gathered from forward to backward: its last module, most often the
+head, needs them when the stage's memory use is highest anyway. Units of layers stay gathered as well
+where the configuration keeps them (``reshard_after_forward`` = False): a backward frees them, and a
+backward after it gathers them again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.data_parallel.fsdp_parameter import FSDP, FsdpParameter
 from meshwright.data_parallel.sharding import accumulation_dtype
+from meshwright.data_parallel.units import ONE_LAYER, Units
 from meshwright.mesh.comm import Group
 
 PRIVATE_TORCH = {
@@ -35,7 +37,10 @@ PRIVATE_TORCH = {
     f"{FSDP}._fsdp_state.FSDPState._lazy_init": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._state_ctx": "2.11-2.15",
-    f"{FSDP}._fsdp_state.FSDPState._modules": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._pre_forward": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._post_forward": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._pre_forward_hook_handle": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._post_forward_hook_handle": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._fsdp_param_group": "2.11-2.15",
     f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups": "2.13-2.15",
     f"{FSDP}._fsdp_state.FSDPStateContext.all_states": "2.11-2.15",
@@ -47,6 +52,7 @@ PRIVATE_TORCH = {
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.reduce_grads": "2.11-2.15",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": "2.11-2.15",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup._to_sharded": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward_mesh_info": "2.11-2.15",
     f"{FSDP}._fsdp_param_group.FSDPCommContext.reduce_scatter_stream": "2.11-2.15",
 }
 """Private names of torch, and the oldest and the newest version in which they were found."""
@@ -89,12 +95,15 @@ class _ReduceScatter(_Collective):
         self._group.reduce_scatter(output_tensor, input_tensor).wait()
 
 
-class ExpertUnits(NamedTuple):
-    """Modules of experts, each a unit that is sharded over ``shard_group``,
-    another group than its layer's.
-    """
+class FsdpUnits(NamedTuple):
+    """Units of a stage: of layers, and of experts."""
 
+    of_layers: Units = ONE_LAYER
+    """Layers of each unit, and those that stay gathered."""
     modules: Sequence[nn.Module] = ()
+    """Modules of experts, each a unit that is sharded over ``shard_group``, another group than its
+    layer's.
+    """
     shard_group: Group | None = None
 
 
@@ -112,7 +121,7 @@ class FsdpLayers:
         *,
         offload: bool,
         ignored: Set[nn.Parameter],
-        experts: ExpertUnits,
+        units: FsdpUnits,
     ) -> None:
         """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``,
         and move the shards to ``device``.
@@ -124,7 +133,7 @@ class FsdpLayers:
             dtype: dtype in which the weights are gathered; shards and gradients are float32
                 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
-            experts: modules inside the layers that are sharded over another group.
+            units: units of layers, and the modules inside them that are sharded over another group.
         """
         self.dtype = dtype
         self.copies_gradients = offload and device.type == "cuda"
@@ -143,15 +152,22 @@ class FsdpLayers:
                 dtype, shard_dtype, cast_forward_inputs=False
             )
         # innermost first: fully_shard leaves out what an inner module has sharded
-        _shard_experts(experts, shard_dtype, options, device)
-        _shard_units(layers, shard_dtype, options)
+        _shard_experts(units, shard_dtype, options, device)
+        self._shared = _shard_sharing(layers, shard_dtype, options)
+        _shard_layers(layers, units.of_layers, shard_dtype, options)
         self._root = fully_shard(layers, **options)
         modules = [module for module in layers.modules() if isinstance(module, FSDPModule)]
-        self._shared = [module for module in modules if _shares_unit(module)]
-        _connect(modules, shard, experts)
+        _connect(modules, shard, units)
         self._prefetch(layers)
         self._state: Any = self._root._get_fsdp_state()
         self._state._lazy_init()  # otherwise done by the root's forward, which is never called
+        shared = set(map(id, self._shared))
+        self._of_shared = {
+            id(unit) for unit in self.units() if any(id(each) in shared for each in unit.modules)
+        }
+        """Units of modules that share a weight, by id."""
+        self._kept = [unit for unit in self.units() if unit.post_forward_mesh_info is None]
+        """Units that stay gathered after a forward."""
         self.parameters: list[FsdpParameter] = []
         """Sharded parameters that are trained, unit by unit."""
         self.frozen: list[FsdpParameter] = []
@@ -178,7 +194,9 @@ class FsdpLayers:
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         for layer in sharded:
             layer.register_forward_hook(_clone_views, prepend=True)
-        alone = [layer for layer in sharded if layer not in self._shared]
+        shared = set(map(id, self._shared))
+        by_unit = {id(layer._get_fsdp_state()): layer for layer in reversed(sharded)}
+        alone = [layer for layer in reversed(by_unit.values()) if id(layer) not in shared]
         for before, after in itertools.pairwise(alone):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
@@ -218,13 +236,12 @@ class FsdpLayers:
             module.set_reshard_after_backward(reshards, recurse=False)
 
     def free_shared(self) -> None:
-        """Free (reshard) the weights that several modules share,
-        gathered by a forward without a backward.
+        """Free (reshard) the weights that stay gathered after a forward, and had no backward since:
+        those that several modules share, and those that are kept.
         """
-        for unit in self.units():
-            if len(unit.modules) > 1:
-                # reshard() would keep them: the unit is still in its forward state
-                unit._to_sharded()
+        for unit in self._kept:
+            # reshard() would keep them: the unit is still in its forward state
+            unit._to_sharded()
 
     def wait_for_host_copies(self) -> None:
         """Block the host until the gradients of all reductions posted so far are in host memory,
@@ -270,7 +287,7 @@ class FsdpLayers:
         layers share is reduced when the stage's backward has ended.
         """
 
-        post_backward = unit.post_backward
+        post_backward, is_shared = unit.post_backward, id(unit) in self._of_shared
         reference = weakref.ref(self)
 
         def is_reduction_due() -> bool:
@@ -278,7 +295,7 @@ class FsdpLayers:
             return layers is None or layers.is_reduction_due
 
         def run(*unused: Any) -> None:
-            if len(unit.modules) > 1 and not self._is_ending:
+            if is_shared and not self._is_ending:
                 return  # its other modules' gradients are to come
             if unit.reduce_grads:
                 prepare_reduction()
@@ -301,16 +318,44 @@ class FsdpLayers:
         return run
 
 
-def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Apply ``fully_shard`` to the modules that share weights, and to each layer;
-    cast trained weights to ``dtype``.
-    """
+def _shard_sharing(
+    layers: nn.Sequential, dtype: torch.dtype, options: dict[str, Any]
+) -> list[FSDPModule]:
+    """Apply ``fully_shard`` to the modules that share weights, a unit of each; return them."""
     # found before fully_shard replaces the parameters
     units = list(_sharing(layers.modules(), _own_parameters))
     units += _sharing(layers, _modules_with_parameters)
-    units += [[layer] for layer in layers]
     for modules in units:
-        _shard_unit(modules, dtype, options)
+        _shard_unit(modules, dtype, options, keeps=True)
+    sharded = (module for modules in units for module in modules)
+    return [module for module in sharded if isinstance(module, FSDPModule)]
+
+
+def _shard_layers(
+    layers: nn.Sequential, units: Units, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """Apply ``fully_shard`` to the units of layers."""
+    alone = [name for name, layer in layers.named_children() if not isinstance(layer, FSDPModule)]
+    for names, keeps in units.of(alone):
+        unit = [layers.get_submodule(name) for name in names]
+        _shard_unit(unit, dtype, options, keeps=keeps)
+        if len(unit) > 1 and isinstance(unit[0], FSDPModule):
+            _hook_ends(unit[0], unit[-1])
+
+
+def _hook_ends(first: FSDPModule, last: nn.Module) -> None:
+    """Make a unit of consecutive layers gather before its first layer and free after its last one.
+
+    torch's hooks for several modules count those that have run, and complete such a unit when
+    another one seems to be the model's root: at any layer here, as each is called by itself.
+    """
+    state: Any = first._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    cast(nn.Module, first).register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+    last.register_forward_hook(state._post_forward)
 
 
 def _own_parameters(module: nn.Module) -> set[int]:
@@ -322,7 +367,7 @@ def _modules_with_parameters(layer: nn.Module) -> set[int]:
 
 
 def _shard_experts(
-    experts: ExpertUnits, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device
+    experts: FsdpUnits, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device
 ) -> None:
     """Apply ``fully_shard`` to the modules of experts,
     over the ranks that hold the same experts.
@@ -330,12 +375,14 @@ def _shard_experts(
     if experts.shard_group is not None:
         mesh = experts.shard_group.device_mesh(device.type)
         for module in experts.modules:
-            _shard_unit([module], dtype, {**options, "mesh": mesh})
+            _shard_unit([module], dtype, {**options, "mesh": mesh}, keeps=False)
 
 
-def _shard_unit(modules: list[nn.Module], dtype: torch.dtype, options: dict[str, Any]) -> None:
+def _shard_unit(
+    modules: list[nn.Module], dtype: torch.dtype, options: dict[str, Any], *, keeps: bool
+) -> None:
     """Apply ``fully_shard`` to one unit, unless it has no weights or is sharded already;
-    cast its trained weights.
+    cast its trained weights. ``keeps``: they stay gathered after a forward.
     """
     parameters = {parameter for module in modules for parameter in module.parameters()}
     whole = {
@@ -344,12 +391,12 @@ def _shard_unit(modules: list[nn.Module], dtype: torch.dtype, options: dict[str,
         if parameter not in options["ignored_params"] and not isinstance(parameter, DTensor)
     }
     for parameter in whole:
-        cast = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
-        parameter.data = cast.contiguous()  # FSDP requires it
+        wide = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
+        parameter.data = wide.contiguous()  # FSDP requires it
     if not parameters or isinstance(modules[0], FSDPModule):
         return
-    shares = len(modules) > 1
-    fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
+    several = len(modules) > 1
+    fully_shard(modules if several else modules[0], **options, reshard_after_forward=not keeps)
     for parameter in whole:  # other code may still hold the full parameter: free its memory
         parameter.data = parameter.data.new_empty(0)
 
@@ -371,7 +418,7 @@ def _sharing(
     yield from (group for group, _ in groups if len(group) > 1)
 
 
-def _connect(modules: Iterable[FSDPModule], shard: Group, experts: ExpertUnits) -> None:
+def _connect(modules: Iterable[FSDPModule], shard: Group, experts: FsdpUnits) -> None:
     """Set FSDP's collectives to the mesh's groups, as sums,
     and disable its implicit backward prefetch.
     """
@@ -389,11 +436,6 @@ def _connect(modules: Iterable[FSDPModule], shard: Group, experts: ExpertUnits) 
         # without an explicit list FSDP derives the backward order from past forwards: after a
         # micro-batch's first layer it would prefetch the last layer of another micro-batch
         module.set_modules_to_backward_prefetch([module])
-
-
-def _shares_unit(module: FSDPModule) -> bool:
-    """Return whether a module's unit has other modules."""
-    return len(module._get_fsdp_state()._modules) > 1
 
 
 def _clone_views(layer: nn.Module, inputs: Any, output: Any) -> Any:

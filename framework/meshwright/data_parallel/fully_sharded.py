@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from meshwright.data_parallel.fsdp import ExpertUnits, FsdpLayers
+from meshwright.data_parallel.fsdp import FsdpLayers, FsdpUnits
 from meshwright.data_parallel.fsdp_parameter import FsdpParameter
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import (
@@ -29,6 +29,7 @@ from meshwright.data_parallel.sharding import (
     accumulation_dtype,
     sum_partial,
 )
+from meshwright.data_parallel.units import ONE_LAYER, Units
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import CollectiveHandle, Group
 
@@ -120,6 +121,7 @@ class FullyShardedReplica(Replica):
         device: torch.device,
         *,
         offload: bool = False,
+        units: Units = ONE_LAYER,
     ) -> None:
         """Shard ``members``, parameters of ``layers``, which must be on the CPU,
         and move the shards to ``device``.
@@ -128,6 +130,7 @@ class FullyShardedReplica(Replica):
             shard_group: replicas that shard the weights, apart from those of experts under ep.
             dtype: dtype of the computation. The shards are float32 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
+            units: layers that are gathered together, or stay gathered.
         """
         self._device = device
         _check_dims(member for member in members if member.parameter.requires_grad)
@@ -145,7 +148,7 @@ class FullyShardedReplica(Replica):
             device,
             offload=offload,
             ignored=set(layers.parameters()) - {member.parameter for member in sharded},
-            experts=_expert_units(layers, sharded),
+            units=_expert_units(layers, sharded)._replace(of_layers=units),
         )
         self._gradients: list[tuple[Group, Tensor]] = []
         """(copies group, flat gradient of this rank's rows), for the parameters of each such group."""
@@ -278,15 +281,15 @@ def _members_by_key(
     }
 
 
-def _expert_units(layers: nn.Sequential, members: Iterable[StageParameter]) -> ExpertUnits:
+def _expert_units(layers: nn.Sequential, members: Iterable[StageParameter]) -> FsdpUnits:
     """Return the modules of experts that FSDP shards over a group of their own;
     none if the experts are in buckets.
     """
     experts = [member for member in members if member.info.sliced_over == "ep"]
     if not experts:
-        return ExpertUnits()
+        return FsdpUnits()
     modules = [module for module in layers.modules() if "expert_exchange" in vars(module)]
-    return ExpertUnits(modules, experts[0].holders.shard_group) if modules else ExpertUnits()
+    return FsdpUnits(ONE_LAYER, modules, experts[0].holders.shard_group) if modules else FsdpUnits()
 
 
 def _check_dims(members: Iterable[StageParameter]) -> None:

@@ -51,6 +51,7 @@ from meshwright.model.first_values import ParameterOwner, find_owners, first_val
 from meshwright.model.groups import find_groups, freeze
 from meshwright.model.matrices import find_matrices
 from meshwright.model.outline import ModelOutline
+from meshwright.model.own_attention import use_own_attention
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
 from meshwright.model.unwritten import MARKED_UP_TO, FilledAtFirstTouch, is_marked
@@ -290,6 +291,7 @@ def configured_model(config: RunConfig, problems: list[ModelError] | None = None
         ModelError: see there; or adapters or groups do not fit the model.
     """
     model = build_model(config.model.builder, config.model.options, config.run.seed, problems)
+    model.impossible |= use_own_attention(model.layers, config.model.attention)
     convert_linears(model.layers, model.plan, config.train)
     adapters = attach(model, config.adapter)
     model.owners |= {name: ParameterOwner(module, "weight") for name, module in adapters.items()}

@@ -7,7 +7,6 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,12 +14,13 @@ from torch import nn
 
 from meshwright.config import Pipeline, Train
 from meshwright.errors import ConfigError
+from meshwright.model.functional_dropout import NAME
 from meshwright.system.host import missing_tools
 from meshwright.system.working_folder import why_not_own
 
 
 def compile_layers(
-    layers: Iterable[nn.Module],
+    layers: nn.Sequential,
     train: Train,
     pipeline: Pipeline,
     device: torch.device,
@@ -28,7 +28,7 @@ def compile_layers(
     warns: bool,
 ) -> None:
     """Apply torch.compile to each layer where the configuration asks for it.
-    Compiles nothing before the first forward.
+    Compiles nothing before the first forward, and no layer with functional dropouts.
 
     With ``auto`` a machine that cannot compile for CUDA trains without, with a warning. With
     ``true`` it fails in the first step, with torch's error.
@@ -55,8 +55,17 @@ def compile_layers(
                 )
     if wanted:
         check_cache()
+        left = [layer for layer in layers if NAME in layer._modules]
         for layer in layers:
-            layer.compile()
+            if layer not in left:
+                layer.compile()
+        if left and warns:
+            warnings.warn(
+                f"train.compile: {len(left)} layers with functional dropouts"
+                f" ({type(left[0]).__name__}) run without torch.compile, which breaks their graphs"
+                " at each function that draws by name; use nn.Dropout modules to compile them",
+                stacklevel=2,
+            )
 
 
 def default_cache() -> Path:

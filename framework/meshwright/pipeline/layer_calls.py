@@ -9,6 +9,7 @@ backward   prefetch of offloaded tensors -> torch's backward
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch.utils.checkpoint import CheckpointError
 
 from meshwright.current import CurrentMicrobatch
 from meshwright.model.buffers import SpareCounters
+from meshwright.model.functional_dropout import FunctionalDropout
 from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.pointwise import Hooks
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.pipeline.stage_checks import (
+    BackwardWatch,
     InspectedLayer,
     advise,
     check_ignored,
@@ -63,12 +66,16 @@ class LayerCalls:
         self._calls = [
             (name, self._call_of(name, layer, layer)) for name, layer in layers.named_children()
         ]
+        self._checks_backward = any(
+            isinstance(each, FunctionalDropout) for each in layers.modules()
+        )
+        """True until the first backward, if a layer's own recompute could drop other elements."""
         self._checks_layers = self._checks_loss = True
         """True until the first training forward."""
 
     def skip_first_checks(self) -> None:
         """Skip the checks of the first forward, which read values and cost time."""
-        self._checks_layers = self._checks_loss = False
+        self._checks_layers = self._checks_loss = self._checks_backward = False
 
     def _outer_hooks(self) -> Hooks | None:
         return None if self.offload is None else self.offload.hooks()
@@ -142,10 +149,13 @@ class LayerCalls:
             self.offload.begin_backward(stage, microbatch)
         if roots:
             try:
-                torch.autograd.backward(roots, gradients)
+                watch = BackwardWatch() if self._checks_backward else nullcontext()  # type: ignore[no-untyped-call]
+                with watch:
+                    torch.autograd.backward(roots, gradients)
             except CheckpointError as error:
                 if self._split is None:
                     raise
                 raise nested_checkpoint(stage, error) from error
+            self._checks_backward = False
         if self.offload is not None:
             self.offload.end_backward()

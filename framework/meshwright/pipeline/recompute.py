@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -159,7 +159,9 @@ def _at_calls(
     for dropout, number in zip(dropouts, numbers, strict=True):
         dropout.num_calls = number
     try:
-        with context:
+        with context, ExitStack() as stack:
+            for dropout in dropouts:
+                stack.enter_context(dropout.around_recompute())
             yield
     finally:
         for dropout, number in zip(dropouts, now, strict=True):

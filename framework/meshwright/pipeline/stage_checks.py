@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
@@ -17,6 +18,7 @@ from meshwright.current import CurrentMicrobatch
 from meshwright.errors import ModelError
 from meshwright.model.buffers import INSTEAD
 from meshwright.model.metrics import Recording
+from meshwright.pipeline.plan.standalone import BY_NAME, is_drawing
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec
 
 OUT_OF_RANGE = re.compile(r"index out of range(:| in self)|Target -?\d+ is out of bounds")
@@ -38,7 +40,7 @@ class InspectedLayer:
 
         Raises:
             ModelError: it changes a buffer that it did not change on meta, or uses torch's
-                generator (``F.dropout``). Its result would depend on the layout, and on whether the
+                generator. Its result would depend on the layout, and on whether the
                 run was resumed.
         """
         constant = {
@@ -63,10 +65,24 @@ class InspectedLayer:
             raise ModelError(
                 "MW-PIPELINE-020",
                 f"layer {self.name} draws from torch's random generator in forward: the draw would"
-                " differ between layouts and after a resume. Use the module nn.Dropout itself (no"
-                " subclass, no F.dropout): it is drawn by name",
+                f" differ between layouts and after a resume. {BY_NAME}",
             )
         return value
+
+
+class BackwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode of a stage's first backward: finds layers that run again there by themselves."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and is_drawing(func, args, kwargs or {}):
+            raise ModelError(
+                "MW-MODEL-061",
+                f"{func._schema.name.removeprefix('aten::')} draws random numbers inside backward:"
+                " a layer that computes itself again (torch.utils.checkpoint) would drop other"
+                " elements than in its first forward. Use pipeline.recompute for the layer instead"
+                " (docs/recompute.md), or p = 0",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _generator_states() -> list[bytes | int]:

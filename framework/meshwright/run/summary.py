@@ -196,9 +196,11 @@ def _sharding_traffic(blueprint: Blueprint) -> list[str]:
             2 * (each.dense + each.frozen) - _shared(blueprint, stage)
             for stage, each in counts.items()
         )
+        at_once = config.parallel.unit_layers
         lines.append(
-            f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x "
-            f"{sent(gathered * dtype.itemsize)} in a step"
+            f"weights    gathered {'layer by layer' if at_once == 1 else f'{at_once} layers at once'},"
+            f" forward and backward: a rank sends {'at most ' * bool(config.parallel.keep_gathered)}"
+            f"{chunks} x {sent(gathered * dtype.itemsize)} in a step"
         )
     if of_experts := max(_elements(blueprint, stage).of_experts.trained for stage in stages):
         replicas = len(expert_replicas(blueprint.grid, 0))

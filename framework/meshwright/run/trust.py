@@ -29,6 +29,7 @@ CODE_KEYS = (
     *(
         ("model", "builder"),
         ("model", "parameter_groups"),
+        ("model", "attention"),
         ("data", "builder"),
         ("data", "collate"),
     ),

@@ -81,6 +81,8 @@ def _share_router(group: Group, site: ModuleSite) -> None:
 def _cut_mask(group: Group, sequence: bool, site: ModuleSite) -> None:
     """Make a dropout draw the mask of this rank's part, by the kind of the nearest module."""
     kind = site.kinds[-1] if site.kinds else ShardingKind.REPLICATE
+    dropout: Any = site.module
+    dropout.parts.tp = group.rank, group.size
     if kind == ShardingKind.OWN:  # its rule has said
         return
     # the sequence is cut after these modules
@@ -88,7 +90,6 @@ def _cut_mask(group: Group, sequence: bool, site: ModuleSite) -> None:
     split = kind in ON_HEADS or (sequence and not whole)
     dim = -1 if kind == ShardingKind.FEATURES else 1
     is_cut = split or kind == ShardingKind.FEATURES
-    dropout: Any = site.module
     dropout.shard = (dim, group.rank, group.size) if is_cut else None
 
 

@@ -30,6 +30,7 @@ from meshwright.model.buffers import cast_running, cast_statistics, running_buff
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.builder import find_builder
 from meshwright.model.metrics import Recorder, Recording
+from meshwright.model.own_attention import use_own_attention
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.tracking.observer import step_key
 from meshwright.verify.checksums import checksums
@@ -104,6 +105,7 @@ def untouched_layers(
     """
     with plain_seed(run, model):
         layers: nn.Sequential = find_builder(keys.builder)(**keys.options)
+        use_own_attention(layers, keys.attention)
         use_adapters(layers, adapter)
     if model.builder_run is None:
         copy_random_buffers(layers, keys, run.seed, model)

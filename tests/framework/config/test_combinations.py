@@ -49,6 +49,10 @@ ASKS: dict[str, tuple[str, ...]] = {
     "offload directory": ("--parallel.offload_directory=folder",),
     "no offload": ("--parallel.offload=false",),
     "offload": ("--parallel.offload",),
+    "units of layers": ("--parallel.unit_layers=2",),
+    "kept weights": ("--parallel.keep_gathered",),
+    "replicated weights": ("--parallel.zero=1",),
+    "dualpipe_v": ("--parallel.pp=2", "--pipeline.schedule=dualpipe_v"),
     "cp head groups": ("--parallel.cp=2", "--parallel.cp_head_groups=2"),
     "cp heads": ("--parallel.cp=2", "--parallel.cp_exchange=heads"),
     "cp documents": ("--parallel.cp=2", "--parallel.cp_order=documents"),
@@ -76,6 +80,8 @@ NEEDED = {
     "reduce = microbatch": ("--parallel.zero=2",),
     "offload directory": ("--parallel.offload",),
     "cp documents": ("--data.document_boundaries",),
+    "units of layers": ("--parallel.zero=3",),
+    "kept weights": ("--parallel.zero=3",),
     "averaged weights": ("--optimizer.schedule=constant", "--optimizer.min_learning_rate=none"),
     "shared GPUs": ("--train.device=auto",),
     "GPU list": ("--train.device=auto",),
@@ -83,6 +89,7 @@ NEEDED = {
 }
 """Overrides without which a feature is refused for other reasons, or in any case."""
 NEEDED_BY_BOTH = {
+    "dualpipe_v": ("--parallel.zero=3",),
     "own optimizer": ("--parallel.offload",),
     "rate schedule": ("--optimizer.min_learning_rate=none",),
 }

@@ -268,15 +268,15 @@ def test_all_problems_of_a_model_in_one_start() -> None:
     ]
     assert "nothing gives parameters h0.gain, h1.gain, h2.gain" in text
     for call in (
-        "x = F.dropout(x * self.gain, 0.1)",
-        "x = F.scaled_dot_product_attention(",
+        "x = F.rrelu(x * self.gain, training=True)",
+        "x = x * torch.bernoulli(",
         "noise = torch.rand_like(x)",
     ):
         assert re.search(
             rf"layer h0 \(Drawing\) draws .*own_values\.py:\d+, `{re.escape(call)}`.*layers h1, h2",
             text,
         )
-    assert re.search(r"layer h3 \(TransformerEncoderLayer\) draws .*torch/nn/.*\.py:\d+, `", text)
+    assert re.search(r"layer h3 \(RReLU\) draws .*torch/nn/.*\.py:\d+, `", text)
 
 
 # -------------------------------------------------------------------------------- model.initialise

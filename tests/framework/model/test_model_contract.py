@@ -261,7 +261,7 @@ def test_a_layer_with_a_state_of_its_own(pool: RankPool) -> None:
 
 def test_a_layer_that_draws() -> None:
     with raises("MW-PIPELINE-024", "layer 1", "bernoulli_"):
-        draw_blueprint(config_of("with_layer", kind="dropout"))
+        draw_blueprint(config_of("with_layer", kind="noise"))
 
 
 @pytest.mark.parametrize("attribute", ["sharding_plan", "tied_weights"])

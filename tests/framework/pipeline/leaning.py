@@ -99,8 +99,8 @@ class Drawing(Block):
             return x + 0.01 * torch.randn(
                 x.shape, generator=self.torch if x.is_cpu else None, device=x.device
             )
-        if self.how == "functional":
-            return F.dropout(x, 0.1, self.training)
+        if self.how == "slopes":
+            return F.rrelu(x, training=self.training)
         numbers = {
             "numpy": np.random.rand,
             "python": random.random,
@@ -181,7 +181,7 @@ def build(kind: str = "plain", how: str = "") -> nn.Sequential:
         "drawing": lambda: Drawing(how),
         "attention": lambda: Attention(float(how)),
         "remembering": lambda: Remembering(how),
-        "alpha": lambda: nn.AlphaDropout(0.1),
+        "slopes": lambda: nn.RReLU(),
         "recurrent": lambda: nn.Sequential(nn.GRU(D, D, batch_first=True), First()),
     }
     second = (

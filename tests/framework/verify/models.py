@@ -83,7 +83,7 @@ def dropout_twice(vocab_size: int) -> nn.Sequential:
 
 
 class Functional(Body):
-    """Draws by itself."""
+    """Drops elements by a function."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -95,6 +95,22 @@ class Functional(Body):
 
 def functional_dropout(vocab_size: int, dropout: float) -> nn.Sequential:
     return around(vocab_size, Functional(dropout))
+
+
+class Noisy(Body):
+    """Draws by itself."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * (torch.rand_like(x) >= self.p) if self.p else x
+
+
+def noisy_dropout(vocab_size: int, dropout: float) -> nn.Sequential:
+    return around(vocab_size, Noisy(dropout))
 
 
 def hooked(vocab_size: int) -> nn.Sequential:

@@ -343,7 +343,7 @@ def test_dropout_modules_without_an_option_are_turned_on() -> None:
 
 def test_dropout_stays_off_where_the_model_then_draws_by_itself() -> None:
     config = config_of(
-        "tests.framework.verify.models:functional_dropout", {"vocab_size": 17, "dropout": 0.0}, 8
+        "tests.framework.verify.models:noisy_dropout", {"vocab_size": 17, "dropout": 0.0}, 8
     )
     on = turn_dropout_on(config)
     assert on.config == config

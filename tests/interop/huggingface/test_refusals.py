@@ -233,13 +233,22 @@ def test_options_are_keys_of_the_configuration(tmp_path: Path) -> None:
     assert len(build_model(f"hf:{path}", {"num_hidden_layers": 1}, 1).layers) == 4
 
 
-def test_dropout_that_no_layout_can_repeat(tmp_path: Path) -> None:
-    path = directory("llama", tmp_path, attention_dropout=0.1)
-    assert "Set model.options.attention_dropout = 0.0" in said(path)
-    assert "the attention's probabilities" in said(path)
-    assert "functional dropout (dropout, p=0.1) draws" in said(path, attention="eager")
-    build_model(f"hf:{path}", {"attention_dropout": 0.0}, 1)
-    assert "residual_dropout" in said(directory("starcoder2", tmp_path, residual_dropout=0.2))
+def test_dropout_outside_of_the_layers(tmp_path: Path) -> None:
+    """Biogpt drops elements of its embeddings in the forward that calls its layers; OPT those of
+    tokens of all samples in one dim.
+    """
+    path = directory("biogpt", tmp_path, hidden_dropout_prob=0.1)
+    text = said(path)
+    assert "it also drops elements between its layers" in text
+    assert "model.options.hidden_dropout_prob = 0.0" in text
+    build_model(f"hf:{path}", {"hidden_dropout_prob": 0.0}, 1)
+    text = said(directory("opt", tmp_path, dropout=0.2))
+    assert "acts on (4, 32) for one sample of 4 tokens" in text
+
+
+def test_dropped_probabilities_have_no_context_parallelism(tmp_path: Path) -> None:
+    model = build_model(f"hf:{directory('llama', tmp_path, attention_dropout=0.1)}", {}, 1)
+    assert "drops probabilities by a function" in model.impossible["cp"]
 
 
 def test_frequencies_that_change(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ ALLOWED = {
 }
 IMPORTERS = {
     "framework/meshwright/model/builder.py": "model.builder; see BUILDERS",
+    "framework/meshwright/model/own_attention.py": (
+        "model.attention of a configuration judged as model.builder was"
+    ),
     "framework/meshwright/model/groups.py": (
         "model.parameter_groups of a configuration judged as model.builder was"
     ),

@@ -315,6 +315,10 @@ def test_real_processes_hold_what_was_predicted(pool: RankPool, name: str) -> No
         long_row({"dp": 2, "zero": 2}, "bfloat16"),
         ({"dp": 2, "zero": 3}, "bfloat16"),
         long_row({"dp": 2, "zero": 3}, "float32"),
+        ({"dp": 2, "zero": 3, "unit_layers": 2}, "bfloat16"),
+        ({"dp": 2, "zero": 3, "keep_gathered": True}, "bfloat16"),
+        long_row({"dp": 2, "zero": 3, "unit_layers": 2, "keep_gathered": ["block*"]}, "float32"),
+        long_row({"pp": 2, "dp": 2, "zero": 3, "keep_gathered": True}, "bfloat16"),
         long_row({"pp": 2, "dp": 2, "zero": 3}, "bfloat16"),
     ],
 )

@@ -62,10 +62,10 @@ def targets_of(checkpoint: CheckpointReader) -> list[str]:
 def model_of(config: RunConfig) -> PlainModel:
     """Build the model of a saved configuration, whose builder a plan of its export has accepted.
 
-    Its parameter groups are left out: they may name a function, and code that a checkpoint names
-    must not run.
+    Its parameter groups and attention function are left out: code that a checkpoint names must not
+    run.
     """
-    return configured_model(config.replace(model={"parameter_groups": []}))
+    return configured_model(config.replace(model={"parameter_groups": [], "attention": None}))
 
 
 def read_factor(checkpoint: CheckpointReader, name: str) -> Tensor:

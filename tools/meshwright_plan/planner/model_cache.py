@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from meshwright.blueprint import units_of
 from meshwright.config import Pipeline, RunConfig, Train, batch_numbers
 from meshwright.config.combinations.features import Traits
 from meshwright.data.sources import example
@@ -26,6 +28,7 @@ from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
     cut_layers,
+    draw_functions_by_name,
     model_costs,
     outline_of,
     recomputed_names,
@@ -89,7 +92,10 @@ class ModelCache:
     @cached_property
     def model(self) -> PlainModel:
         """Whole plain model, on meta."""
-        return configured_model(self.config)
+        model = configured_model(self.config)
+        shapes = MetaMicrobatch(*example(self.config.data, 1))
+        draw_functions_by_name(model, shapes.cast(torch.float32).inputs)
+        return model
 
     @cached_property
     def names(self) -> list[str]:
@@ -294,7 +300,17 @@ class ModelCache:
         away = tuple(
             at for at, name in enumerate(self.names if patterns else ()) if fits(name, *patterns)
         )
-        footprints = self._footprints(layers, stages, parameters, away)
+        units = units_of(config.parallel, self.names)
+        footprints = [
+            of._replace(
+                units=tuple(
+                    (len(unit), kept) for unit, kept in units.of(self.names[i] for i in run)
+                )
+            )
+            for of, run in zip(
+                self._footprints(layers, stages, parameters, away), stages, strict=True
+            )
+        ]
         return LayoutModel(config, schedule, stages, layers, elements, footprints, matrices)
 
     def _elements(

@@ -15,6 +15,7 @@ from meshwright.config import (
     shard_factor,
 )
 from meshwright.parameters import DTYPES
+from meshwright.schedule.action import Kind
 from meshwright_plan.planner.layout_model import LayoutModel
 from meshwright_plan.planner.links import GroupLink
 from meshwright_plan.planner.rates import PerformanceModel
@@ -65,7 +66,8 @@ def _replica_s(
     backward_s = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
     chunks = batch_numbers(config.batch).chunks
     if config.parallel.zero == 3:
-        layers = sum(len(layout.stages[stage]) for stage in own)
+        units = [unit for stage in own for unit in _units_of(layout, stage)]
+        layers = len(units)
         with_experts = sum(
             layout.layers[at].num_experts > 0 for stage in own for at in layout.stages[stage]
         )
@@ -84,7 +86,11 @@ def _replica_s(
         in_forward = max(
             dense._replace(elements=elements + frozen).all_gather_s(layers) + of_experts, copy_s
         )
-        in_backward = in_forward + sums
+        gathered = sum(unit.weights for unit in units)
+        again = sum(unit.weights * unit.gathers_in_backward for unit in units) / max(1, gathered)
+        first = sum(unit.weights * unit.gathers_in_forward for unit in units) / max(1, gathered)
+        in_backward = in_forward * again + sums
+        in_forward *= first
         reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
         once = (
             0.0
@@ -99,6 +105,45 @@ def _replica_s(
     )
     gathers = dense.gathers_s() + experts.gathers_s()
     return reduce, exposed_s(gathers, forward_s * beside, traits.overlaps_gather)
+
+
+class _Unit(NamedTuple):
+    """Unit of layers that ZeRO-3 gathers in one message."""
+
+    weights: int
+    """Elements that are gathered, without experts that ranks share."""
+    gathers_in_forward: float = 1.0
+    """Share of the forwards that gather them; less than 1 if they stay until a backward."""
+    gathers_in_backward: float = 1.0
+
+
+def _units_of(layout: LayoutModel, stage: int) -> list[_Unit]:
+    """Return the units of a stage."""
+    path = layout.footprints[stage].backward
+    sizes = [point.gathered for point in reversed(path[:-1])]
+    forwards, backwards = _gathers_of_kept(layout, stage)
+    found, start = [], 0
+    for length, is_kept in layout.footprints[stage].units or [(1, False)] * len(sizes):
+        weights = sum(sizes[start : start + length])
+        found.append(_Unit(weights, forwards, backwards) if is_kept else _Unit(weights))
+        start += length
+    return found
+
+
+def _gathers_of_kept(layout: LayoutModel, stage: int) -> tuple[float, float]:
+    """Return the shares of a stage's forwards and backwards that gather the weights which stay
+    until a backward: those that follow a backward.
+    """
+    gathers = {Kind.F: 0, Kind.B: 0}
+    is_gathered, chunks = False, 0
+    for _, action in layout.schedule.actions(layout.schedule.rank_of(stage)):
+        if action.stage != stage or action.kind not in (Kind.F, Kind.B, Kind.I):
+            continue
+        kind = Kind.F if action.kind is Kind.F else Kind.B
+        chunks += kind is Kind.F
+        gathers[kind] += not is_gathered
+        is_gathered = kind is Kind.F
+    return gathers[Kind.F] / max(1, chunks), gathers[Kind.B] / max(1, chunks)
 
 
 class _Collectives(NamedTuple):

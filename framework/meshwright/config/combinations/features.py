@@ -95,6 +95,12 @@ SETTINGS: dict[str, Feature] = {
         lambda config: config.parallel.offload_directory is not None,
         ("parallel.offload_directory",),
     ),
+    "units of layers": Feature(
+        lambda config: config.parallel.unit_layers > 1, ("parallel.unit_layers",)
+    ),
+    "kept weights": Feature(
+        lambda config: bool(config.parallel.keep_gathered), ("parallel.keep_gathered",)
+    ),
     "cp head groups": Feature(
         lambda config: config.parallel.cp_head_groups is not None, ("parallel.cp_head_groups",)
     ),
@@ -162,6 +168,7 @@ LAYOUT: dict[str, Callable[[Layout], bool]] = {
     "micro-batch > 1": lambda layout: layout.micro_batch_size > 1,
     "offload": lambda layout: layout.offload,
     "no offload": lambda layout: not layout.offload,
+    "replicated weights": lambda layout: layout.zero < 3,
     "no ZeRO": lambda layout: layout.zero == 0,
     "whole gradients": lambda layout: layout.zero < 2 or layout.shard == 1,
     "shards": lambda layout: layout.shard > 1,
@@ -211,6 +218,8 @@ LAYOUT_KEYS: dict[str, tuple[str, ...]] = {
     "ep": ("parallel.ep",),
     "offload": ("parallel.offload",),
     "no offload": ("parallel.offload",),
+    "dualpipe_v": ("pipeline.schedule",),
+    "replicated weights": ("parallel.zero",),
     "no ZeRO": ("parallel.zero",),
     "whole gradients": ("parallel.zero", "parallel.shard_factor"),
     "shards": ("parallel.shard_factor",),

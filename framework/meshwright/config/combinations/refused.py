@@ -87,6 +87,30 @@ REFUSED = (
         has_no_effect=True,
     ),
     RefusedPair(
+        "MW-CONFIG-104",
+        "no weights are gathered",
+        "set parallel.zero = 3, or leave it out",
+        "units of layers",
+        "replicated weights",
+        has_no_effect=True,
+    ),
+    RefusedPair(
+        "MW-CONFIG-106",
+        "a forward and a backward of a stage take turns, and one would free a unit in which the other"
+        " is",
+        "set parallel.unit_layers = 1, or choose another schedule",
+        "units of layers",
+        "dualpipe_v",
+    ),
+    RefusedPair(
+        "MW-CONFIG-105",
+        "no weights are gathered",
+        "set parallel.zero = 3, or leave it out",
+        "kept weights",
+        "replicated weights",
+        has_no_effect=True,
+    ),
+    RefusedPair(
         "MW-CONFIG-088",
         "no keys are gathered",
         "leave one out",

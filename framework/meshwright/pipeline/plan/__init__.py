@@ -2,6 +2,7 @@
 stages and their shapes.
 
 describe_model, ModelDescription      output and changed buffers of the model; checks that layers are self-contained
+draw_functions_by_name                functional dropouts of layers, drawn by name
 model_costs, count_layers, LayerCost  FLOPs and bytes of each layer
 cut_layers, layer_weights, partition  layers of each stage
 describe_boundaries                   values between the stages
@@ -21,6 +22,7 @@ from meshwright.pipeline.plan.cut import cut_layers as cut_layers
 from meshwright.pipeline.plan.cut import layer_weights as layer_weights
 from meshwright.pipeline.plan.describe import ModelDescription as ModelDescription
 from meshwright.pipeline.plan.describe import describe_model as describe_model
+from meshwright.pipeline.plan.functional import draw_functions_by_name as draw_functions_by_name
 from meshwright.pipeline.plan.outline import outline_of as outline_of
 from meshwright.pipeline.plan.outline import outline_of_value as outline_of_value
 from meshwright.pipeline.plan.recompute_plan import offloaded_names as offloaded_names

@@ -87,7 +87,7 @@ def run_on_meta(
         shapes = shapes_of(value)
         try:
             if watch is None or watch.has_seen(name, layer):
-                value = _run_or_reuse(layer, value)
+                value = run_or_reuse(layer, value)
                 if watch is not None:
                     watch.note(name, value)
             else:
@@ -132,7 +132,7 @@ A search tries hundreds of layouts of one model, and a model has hundreds of lay
 """
 
 
-def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
+def run_or_reuse(layer: nn.Module, value: Any) -> Any:
     """Return ``layer(value)`` on meta, or a tensor like the output of an equal layer
     for an equal input.
     """

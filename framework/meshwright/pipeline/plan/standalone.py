@@ -8,7 +8,7 @@ on the meta device finds layers that
     use a tensor that was not passed to them          a module-level dict, a list, left over from an earlier forward
     write to a parameter                              clamp_, EMA, nn.Embedding(max_norm=...), spectral_norm
     hook a parameter's gradient                       weight.register_hook(...) in forward
-    draw random numbers                               F.dropout, torch.rand, numpy, random, generators of their own
+    draw random numbers                               torch.rand, numpy, random, generators of their own
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ OWN = {"torch", *OWN_PACKAGES}
 COMPARED = 4096
 """Elements of a tensor off the meta device that are compared between two calls."""
 BY_NAME = (
-    "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name"
-    " and sample; other noise belongs into the samples"
+    "Use nn.Dropout, or torch's functions of dropout in the layer's forward, whose masks are drawn"
+    " by name and sample; other noise belongs into the samples"
 )
 
 
@@ -242,7 +242,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._calls.use(self._names(tensor))
         for error in self._written(func, args, kwargs):
             self._note(error)
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and is_drawing(func, args, kwargs):
             source = f"torch's random generator ({name})"
             self._note(ModelError("MW-PIPELINE-024", self._draws(source, user_line())))
         plain = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))
@@ -361,7 +361,7 @@ def _like(leaf: Any) -> Any:
     return copy.requires_grad_().clone() if leaf.requires_grad else copy
 
 
-def _is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
+def is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operation draws random numbers:
     torch also tags attention and dropout that drop nothing.
     """

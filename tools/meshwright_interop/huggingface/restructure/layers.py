@@ -131,10 +131,10 @@ def build(
     }
     own_names |= {theirs: name for name, theirs in parameters.items()}
     kinds, problems = kinds_of(without_parameters(model._tp_plan, own_names, layers), own_names)
-    observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config, untouched)
+    observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config, attention)
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
-    of_tokens, impossible = context_plan(layers, config)
+    of_tokens, impossible = context_plan(layers, config, observations)
     refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
     routers = prepare_routers(layers)
     balances = balance_routers(model, routers, len(around_experts(layers)), losses.routers, place)

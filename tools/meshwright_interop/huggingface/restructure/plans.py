@@ -165,7 +165,9 @@ def sharding_of(
     )
 
 
-def context_plan(layers: nn.Sequential, config: Any) -> tuple[dict[str, str], dict[str, str]]:
+def context_plan(
+    layers: nn.Sequential, config: Any, observations: ProbeResult
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return the entries of the plan for context parallelism, or the reason why there are none,
     by "cp".
 
@@ -176,6 +178,13 @@ def context_plan(layers: nn.Sequential, config: Any) -> tuple[dict[str, str], di
         has_plan = config.get_text_config().base_model_pp_plan
         why = "its plan for a pipeline does not fit it" if has_plan else NO_PIPELINE
         return {}, {"cp": f"{why} (base_model_pp_plan): its layers take no positions"}
+    if observations.drops_probabilities:
+        why = (
+            "its attention drops probabilities by a function, and a rank's queries attend block by"
+            " block to the keys that they see: no call has the rows of the whole mask (set the"
+            " model.options of the attention's dropout to 0.0)"
+        )
+        return {}, {"cp": why}
     cores = install_cores(layers)
     if not cores:
         return {}, {

@@ -1,22 +1,28 @@
-"""A traced training forward on the meta device: finds functional dropout,
-and the weights that act on sharded tensors.
+"""A traced training forward on the meta device: finds functional dropout, other draws, and the
+weights that act on sharded tensors.
 
-Functional dropout draws from a process-wide generator, so that its masks cannot be seeded by name.
+Functional dropout is drawn by name, layer by layer. Where the model's own forward drops elements
+between its layers, the restructured model would not.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import ModelError
+from meshwright.model.functional_dropout import FunctionalDropoutMode, RecordingDrawer
 from meshwright_interop.huggingface.restructure.buffers import check_unchanged, versions
+from meshwright_interop.huggingface.restructure.untouched import (
+    check_untouched,
+    untouched_dropouts,
+)
 
 DRAWS = {
     "bernoulli",
@@ -31,32 +37,17 @@ DRAWS = {
 """Functions that draw a random number for each element."""
 
 
-class FunctionalDropoutRecorder(TorchFunctionMode):
-    """Function mode that records each functional dropout,
-    which would draw from the process-wide generator.
-    """
+class DrawRecorder(TorchFunctionMode):
+    """Function mode that records the functions which draw from the process-wide generator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[str] = []
         self.draws: list[str] = []
-        """Other functions that draw from it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and (
-            kwargs.get("dropout_p") or (args[4:5] or (0,))[0]
-        ):
-            self.calls.append("the attention's probabilities")
-            kwargs = kwargs | {"dropout_p": 0.0}
-        elif func in (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout):
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            training = kwargs.get("training", args[2] if len(args) > 2 else True)
-            if p and training:
-                self.calls.append(f"{getattr(func, '__name__', func)}, p={p}")
-        elif getattr(func, "__name__", "") in DRAWS:
+        if getattr(func, "__name__", "") in DRAWS:
             self.draws.append(func.__name__)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class ProbeResult(NamedTuple):
@@ -70,6 +61,8 @@ class ProbeResult(NamedTuple):
     """
     problems: list[str]
     """Reasons why weights without an entry in the plan cannot stay replicated."""
+    drops_probabilities: bool = False
+    """True if attention drops its probabilities by a function."""
 
 
 class ShardedTensorTracker(TorchFunctionMode):
@@ -181,7 +174,7 @@ def probe(
     siblings: Mapping[str, Sequence[str]],
     place: str,
     config: Any,
-    untouched: Callable[[], None],
+    attention: str | None,
 ) -> ProbeResult:
     """Run one training forward on meta, and return the observations.
 
@@ -194,12 +187,12 @@ def probe(
         siblings: modules with weights -> the sibling columns with gathered output.
         place: name of the model in errors.
         config: its transformers configuration, for hints in errors.
-        untouched: called if the layers fail; raises if transformers' own model fails as well.
+        attention: option of the builder, for a run of transformers' own model.
 
     Raises:
-        ModelError: functional dropout, or another function that draws from the process-wide
-            generator: its numbers would depend on layout. Or a frozen parameter that the forward
-            writes.
+        ModelError: a function that draws from the process-wide generator: its numbers would depend
+            on layout. Or functional dropout outside of the layers, or a frozen parameter that the
+            forward writes.
     """
     first_of_kind: dict[str, str] = {}
     probed_layers = {
@@ -212,21 +205,20 @@ def probe(
     for module in (each for each in on_meta.modules() if isinstance(each, nn.Dropout)):
         module.eval()
     uncut = _record_uncut(on_meta, siblings)
-    dropouts, tracker = (
-        FunctionalDropoutRecorder(),
-        ShardedTensorTracker(dict(on_meta.named_parameters())),
-    )
+    tracker, others = ShardedTensorTracker(dict(on_meta.named_parameters())), DrawRecorder()
+    dropouts = DropoutsOfLayers(on_meta)
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
             tracker.watch(name, module, kinds[name])
     before = versions(on_meta)
-    with tracker, dropouts:
+    with tracker, others, FunctionalDropoutMode(dropouts):
         has_run = _runs(on_meta)
     if not has_run:
-        untouched()
+        check_untouched(config, place, attention)
         # the layer is reported, with its reason, when the stages are cut
         return ProbeResult(uncut, [], [])
-    _check_draws(dropouts, place, config)
+    calls = [call for name in probed_layers.values() for call in dropouts.of_layer[name]]
+    _check_draws(others, dropouts, calls, place, config, attention)
     check_unchanged(on_meta, before, place)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
     unplanned = {
@@ -249,7 +241,29 @@ def probe(
             if _name_in_probed_layer(name, probed_layers) in per_head_modules
         ],
         problems,
+        any(dims == 4 for dims, _ in calls),
     )
+
+
+class DropoutsOfLayers(RecordingDrawer):
+    """Recorder of the functional dropouts of each layer, as (number of dims, p)."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.of_layer: dict[str, list[tuple[int, float]]] = {}
+        self.without_samples: list[tuple[int, ...]] = []
+        """Shapes whose dim 0 is not the one sample of the run."""
+        for name, layer in layers.named_children():
+            layer.register_forward_pre_hook(partial(self._begin, name))
+
+    def _begin(self, name: str, layer: nn.Module, args: Any) -> None:
+        self._current = self.of_layer[name] = []
+
+    def kept(self, like: Tensor, shape: torch.Size, p: float) -> Tensor | None:
+        self._current.append((len(shape), p))
+        if shape[0] != 1:
+            self.without_samples.append(tuple(shape))
+        return None
 
 
 def _runs(on_meta: nn.Sequential) -> bool:
@@ -284,17 +298,42 @@ def _record_uncut(on_meta: nn.Sequential, siblings: Mapping[str, Sequence[str]])
     return uncut
 
 
-def _check_draws(recorder: FunctionalDropoutRecorder, place: str, config: Any) -> None:
-    """Raise ModelError if the forward draws from the process-wide generator."""
-    if recorder.draws and not recorder.calls:
+def _check_draws(
+    others: DrawRecorder,
+    dropouts: DropoutsOfLayers,
+    calls: Sequence[tuple[int, float]],
+    place: str,
+    config: Any,
+    attention: str | None,
+) -> None:
+    """Raise ModelError if the forward draws from the process-wide generator, or if transformers'
+    own model drops elements that the layers do not.
+
+    ``calls``: functional dropouts of all layers, as (number of dims, p).
+    """
+    if others.draws:
         raise ModelError(
             "MW-INTEROP-117",
-            f"{place}: its forward draws random numbers in training ({recorder.draws[0]}) from a"
+            f"{place}: its forward draws random numbers in training ({others.draws[0]}) from a"
             " generator of the process, as where it samples experts: no layout could draw the same"
             " numbers again",
         )
-    if not recorder.calls:
+    if not calls:
         return
+    whole = None if dropouts.without_samples else untouched_dropouts(config, attention)
+    if whole is not None and sorted(whole) == sorted(calls):
+        return
+    if dropouts.without_samples:
+        problem = (
+            f"a functional dropout of a layer acts on {dropouts.without_samples[0]} for one sample"
+            " of 4 tokens, and masks are drawn by sample, along dim 0"
+        )
+    else:
+        problem = (
+            f"its layers call {len(calls)} functional dropouts, and transformers' own model"
+            f" {'an unknown number' if whole is None else len(whole)}: it also drops elements"
+            " between its layers, which a stage would not"
+        )
     keys = [
         name
         for name, value in vars(config).items()
@@ -302,9 +341,7 @@ def _check_draws(recorder: FunctionalDropoutRecorder, place: str, config: Any) -
     ]
     options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
     raise ModelError(
-        "MW-INTEROP-081",
-        f"{place}: functional dropout ({recorder.calls[0]}) draws from a generator of the process:"
-        f" no layout could draw the same masks again. Set {options or 'it to 0 in config.json'}",
+        "MW-INTEROP-081", f"{place}: {problem}. Set {options or 'them to 0 in config.json'}"
     )
 
 

@@ -66,10 +66,10 @@ class Footprint(NamedTuple):
     """Bytes in host memory between forward and backward, not part of ``kept``."""
     last_group: int = 0
     """Part of ``offloaded`` that stays on the device until another computation has begun."""
-    forward_elements: int = 0
-    """Number of weights of the layer at the peak in forward, and of the next one, frozen ones
-    included, without experts that ranks share.
-    """
+    forward_layer: int = 0
+    """Index of the layer at the peak in forward."""
+    units: tuple[tuple[int, bool], ...] = ()
+    """Units of ZeRO-3: number of layers, and whether its weights stay gathered. Empty: of a layer each."""
     forward_experts: int = 0
     """Number of parameters of the experts that ranks share of the layer at the peak in forward."""
     sent_only: int = 0
@@ -152,7 +152,6 @@ def footprint(
     sent = 0
     if not last:
         sent = sum(tensor.bytes for tensor in layers[-1].outputs if tensor.needs_gradient)
-    prefetched = layers[forward.at_peak : forward.at_peak + 2]
     return Footprint(
         inputs=sum(size for size, _ in inputs),
         kept=kept,
@@ -165,7 +164,7 @@ def footprint(
         output_gradients=sent,
         offloaded=sum(groups),
         last_group=next((size for size in reversed(groups) if size), 0),
-        forward_elements=sum(layer.num_dense + layer.num_frozen for layer in prefetched),
+        forward_layer=forward.at_peak,
         forward_experts=layers[forward.at_peak].num_experts,
         sent_only=forward.released[len(layers)],
     )

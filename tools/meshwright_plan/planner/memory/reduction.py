@@ -20,6 +20,7 @@ from meshwright.config import (
 from meshwright.parameters import DTYPES
 from meshwright.schedule.action import Action, Kind
 from meshwright_plan.planner.memory.footprint import BackwardPoint, Footprint
+from meshwright_plan.planner.memory.units import StageUnits
 
 
 class Backend(NamedTuple):
@@ -72,14 +73,19 @@ class ReductionBuffers(NamedTuple):
         """Bytes per element of a gradient that is reduced."""
         return max(self.gradient_bytes, self.itemsize)
 
-    def peak(self, of: Footprint, action: Action, *, reduces: bool, held: int) -> int:
+    def peak(
+        self, of: Footprint, action: Action, *, reduces: bool, held: int, was_gathered: bool = False
+    ) -> int:
         """Return the peak bytes while an action runs, above those live before it,
-        ``held`` included.
+        ``held`` and gathered weights included.
 
-        ``held``: result of :meth:`held` for the stage's previous backward.
+        Args:
+            held: result of :meth:`held` for the stage's previous backward.
+            was_gathered: the weights that stay between forward and backward are gathered already.
         """
+        units = StageUnits(of.backward, of.units, was_gathered)
         if action.kind is Kind.F:
-            return of.forward_peak + self.forward(of)
+            return of.forward_peak + self.forward(of, units)
         in_halves, ends_in_loss = action.kind is Kind.W, of.outputs == 0
         points = of.weight_half if in_halves else of.backward
         peak = max(
@@ -91,6 +97,7 @@ class ReductionBuffers(NamedTuple):
                 in_halves=in_halves,
                 held=held,
                 ends_in_loss=ends_in_loss,
+                units=units,
             )
             for index, point in enumerate(points)
         )
@@ -99,8 +106,10 @@ class ReductionBuffers(NamedTuple):
                 # FSDP reduces at the end of a weight half
                 live = points[-1].bytes if in_halves else point.after
                 in_reduction = self.at_reduction(
-                    points, index, in_halves=in_halves, ends_in_loss=ends_in_loss
+                    points, index, in_halves=in_halves, ends_in_loss=ends_in_loss, units=units
                 )
+                if self.is_zero3 and not in_halves:  # those before it, which backward needs next
+                    in_reduction += self.itemsize * units.in_backward(index, with_own=False)
                 peak = max(peak, live + in_reduction)
         return peak - (held if self.is_zero3 else 0)  # `at` has counted it
 
@@ -113,6 +122,7 @@ class ReductionBuffers(NamedTuple):
         in_halves: bool = False,
         held: int = 0,
         ends_in_loss: bool = True,
+        units: StageUnits | None = None,
     ) -> int:
         """Return the temporary bytes while one layer's backward runs,
         at ``index`` of the path of a stage's backward.
@@ -122,6 +132,7 @@ class ReductionBuffers(NamedTuple):
                 first layer's peak.
             held: result of :meth:`held` for the stage's previous backward.
             ends_in_loss: the path's first layer is followed by the loss.
+            units: of ZeRO-3; None: of a layer each.
         """
         if not self.is_sharded:
             return 0
@@ -132,7 +143,10 @@ class ReductionBuffers(NamedTuple):
                 point.experts_before, whole.experts_before, is_end, in_halves, False
             )
         if self.is_zero3:
-            return experts + self._fully_sharded(points, index, reduces, in_halves, held)
+            units = units or StageUnits(points)
+            if in_halves:
+                return experts + self._weight_half(points[index], held)
+            return experts + self._fully_sharded(units, index, reduces, held)
         if not reduces:
             return 0
         # the loss has its peak before the head's gradient
@@ -145,22 +159,31 @@ class ReductionBuffers(NamedTuple):
         )
 
     def at_reduction(
-        self, points: Sequence[BackwardPoint], index: int, *, in_halves: bool, ends_in_loss: bool
+        self,
+        points: Sequence[BackwardPoint],
+        index: int,
+        *,
+        in_halves: bool,
+        ends_in_loss: bool,
+        units: StageUnits | None = None,
     ) -> int:
         """Return the temporary bytes as the reduction of a layer's gradients starts,
         with the last of them alive.
 
         buckets   the gradient that completes one, unless it is in the bucket itself, and the complete buckets' copies
-        ZeRO-3    all of the layer's, beside their reduce-scatter; in halves those of the layers that follow too
+        ZeRO-3    all of the unit's, beside their reduce-scatter; in halves those of the layers that follow too
         """
         point, whole = points[index], points[-1]
         if self.is_zero3:
-            left = whole.elements_before - point.elements_before if in_halves else point.elements
+            reduced = (units or StageUnits(points)).reduced_at(index)
+            if not reduced:
+                return 0
+            left = whole.elements_before - point.elements_before if in_halves else reduced
             # a reduce-scatter in progress: its input, the backend's copy of it, and its output
             tensors = (
                 1 + self.backend.copies_reduce_scatter + 1 / shard_factor(self.config.parallel)
             )
-            in_progress = int(self.reduced_itemsize * tensors * point.elements)
+            in_progress = int(self.reduced_itemsize * tensors * reduced)
             return self.itemsize * left + in_progress
         before = point.elements_before + point.elements
         per_bucket = bucket_bytes(self.config.parallel, self.config.train) // self.reduced_itemsize
@@ -202,26 +225,29 @@ class ReductionBuffers(NamedTuple):
         reduced = min(whole_bytes, bucket) * (copies + 1 / shard_factor(self.config.parallel))
         return allocated + int(reduced)
 
-    def _fully_sharded(
-        self, points: Sequence[BackwardPoint], index: int, reduces: bool, in_halves: bool, held: int
-    ) -> int:
+    def _fully_sharded(self, units: StageUnits, index: int, reduces: bool, held: int) -> int:
         """Return the temporary bytes of ZeRO-3 at one layer's turn.
 
-        gathered      this layer's weights, experts included, and those of the layer before it, which are prefetched
-        in flight     input of the last reduce-scatter, until the next one is posted: of the layer after it,
+        gathered      weights of this layer's unit and of the one before it, which is prefetched, and those that stay;
+                      this layer's experts
+        late          gradients of the unit's later layers, which are reduced with this layer's
+        in flight     input of the last reduce-scatter, until the next one is posted: of the unit after this one,
                       or ``held`` from the backward before
-        weight half   no weights, but the full gradients of all layers so far, which are reduced at its end
         """
-        point = points[index]
-        experts = point.experts if self.gathers_experts else 0
-        if in_halves:
-            experts += point.experts_before if self.gathers_experts else 0
-            return self.itemsize * (point.elements_before + point.elements + experts) + held
-        prefetched = points[index + 1].gathered if index + 1 < len(points) else 0
+        experts = units.points[index].experts if self.gathers_experts else 0
+        after = units.after(index)
         in_flight = held
-        if index and reduces:
-            in_flight = self.reduced_itemsize * points[index - 1].elements
-        return self.itemsize * (point.gathered + experts + prefetched) + in_flight
+        if reduces and after is not None:
+            in_flight = self.reduced_itemsize * after
+        gathered = units.in_backward(index) + experts
+        return self.itemsize * (gathered + units.late(index)) + in_flight
+
+    def _weight_half(self, point: BackwardPoint, held: int) -> int:
+        """Return the temporary bytes of ZeRO-3 in a weight half: no weights, but the full gradients
+        of all layers so far, which are reduced at its end.
+        """
+        experts = point.experts + point.experts_before if self.gathers_experts else 0
+        return self.itemsize * (point.elements_before + point.elements + experts) + held
 
     def held(self, of: Footprint, backward: Action) -> int:
         """Return the bytes that a stage's backward leaves in flight: under ZeRO-3 until its next
@@ -235,21 +261,29 @@ class ReductionBuffers(NamedTuple):
         if not self.is_sharded:
             return 0
         if self.is_zero3:
-            layer = of.backward[0 if backward.kind is Kind.W else -2]
-            return self.reduced_itemsize * layer.elements
+            units = StageUnits(of.backward, of.units)
+            return self.reduced_itemsize * units.end(is_last=backward.kind is Kind.W)
         if not self.reduces_each or backward.stage != 0:
             return 0
         copies = 2 if self.backend.copies_reduce_scatter else 1
         return copies * self.reduced_itemsize * of.backward[-2].elements
 
-    def forward(self, of: Footprint) -> int:
+    def kept(self, of: Footprint) -> int:
+        """Return the bytes of the weights that stay gathered between forward and backward."""
+        if not (self.is_sharded and self.is_zero3):
+            return 0
+        return self.itemsize * StageUnits(of.backward, of.units).kept
+
+    def forward(self, of: Footprint, units: StageUnits | None = None) -> int:
         """Return the temporary bytes in a forward: gathered weights of ZeRO-3,
-        of a layer and the prefetched next.
+        of a unit and the prefetched next, and those that stay.
         """
         if not (self.is_sharded and self.is_zero3):
             return 0
         experts = of.forward_experts if self.gathers_experts else 0
-        return self.itemsize * (of.forward_elements + experts)
+        units = units or StageUnits(of.backward, of.units)
+        dense = units.in_forward(of.forward_layer)
+        return self.itemsize * (dense + experts)
 
     def after(self, end: BackwardPoint) -> int:
         """Return the temporary bytes between the last backward and REDUCE,

@@ -49,9 +49,16 @@ def row_peak(
         footprints = [of._replace(kept=of.kept - of.sent_only) for of in footprints]
 
     @cache
-    def action_peak(stage: int, kind: Kind, reduces: bool, in_flight: int) -> int:
-        action = Action(kind, stage)
-        return buffers.peak(footprints[stage], action, reduces=reduces, held=in_flight)
+    def action_peak(
+        stage: int, kind: Kind, reduces: bool, in_flight: int, was_gathered: bool
+    ) -> int:
+        return buffers.peak(
+            footprints[stage],
+            Action(kind, stage),
+            reduces=reduces,
+            held=in_flight,
+            was_gathered=was_gathered,
+        )
 
     last = schedule.last_backwards(pp_rank)
     walk = _Walk(schedule, footprints, buffers, action_peak, last, frees_sent)
@@ -126,7 +133,7 @@ class _Walk:
         schedule: Schedule,
         footprints: Sequence[Footprint],
         buffers: ReductionBuffers,
-        action_peak: Callable[[int, Kind, bool, int], int],
+        action_peak: Callable[[int, Kind, bool, int, bool], int],
         last_backwards: frozenset[Action],
         frees_sent: bool,
     ) -> None:
@@ -140,6 +147,8 @@ class _Walk:
         """Copies of gradients in reduction, from a stage's last backward to its REDUCE."""
         self.in_flight: dict[int, int] = {}
         """Stage -> bytes of reductions that its previous backward has left in flight."""
+        self.gathered: set[int] = set()
+        """Stages whose forward has gathered weights that stay until a backward."""
         self.sends = _Sends(2 * schedule.pp)
         self.leaving = 0
         """Saved tensors of the previous forward that are still on their way to the host."""
@@ -172,7 +181,12 @@ class _Walk:
 
         in_flight = self.in_flight.get(stage, 0)
         temporaries = self.reductions + sum(self.in_flight.values())
-        temporaries += self.action_peak(stage, kind, reduces, in_flight)
+        temporaries += self.action_peak(stage, kind, reduces, in_flight, stage in self.gathered)
+        temporaries += sum(
+            self.buffers.kept(self.footprints[other])
+            for other in self.gathered
+            if other != stage or kind is Kind.W
+        )
         on_their_way = self._leaving_during(action, of)
         moment = ActionMemory(
             self.activations + on_their_way, self.messages, temporaries, str(action)
@@ -180,6 +194,10 @@ class _Walk:
         if moment.total > self.highest.total:
             self.highest = moment
 
+        if kind is Kind.F:
+            self.gathered.add(stage)
+        elif kind is not Kind.W:
+            self.gathered.discard(stage)
         if reduces and kind is not Kind.F:
             self.in_flight[stage] = 0 if is_last else self.buffers.held(of, action)
         if is_last:
