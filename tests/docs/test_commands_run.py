@@ -60,6 +60,7 @@ ELSEWHERE = {
     r"verify moe.toml": (
         "minutes on eight ranks: tests/framework/verify/test_model_options.py proves such layouts"
     ),
+    r"eval .*--tasks": "needs datasets of the hub; others: tests/interop/test_tasks.py, docs/tasks",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
     r"slurm .*--submit": (
         "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py"
