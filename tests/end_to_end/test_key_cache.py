@@ -18,12 +18,14 @@ from meshwright.inference.load import config_for, locate
 from meshwright.inference.rows import RowForward, open_rows
 from meshwright.inference.sample import SAME_TEXT
 from meshwright.inference.sample import check as check_sampling
+from meshwright.inference.scoring import ScoredText, score_texts
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import run_directory
 from meshwright_launch.pool import RankPool
 from meshwright_models.attention import Attention, AttentionShape
 from tests.end_to_end.driving import GPT2, LLAMA, layout, run_config, train
+from tests.support.plain import load_plain
 
 MLA = {"q_rank": 12, "kv_rank": 10, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
 MODELS: dict[str, dict[str, Any]] = {
@@ -93,11 +95,11 @@ def generated(forward: RowForward) -> tuple[list[NewTokens], list[Tensor]]:
 def check_equal(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with the same run without a cache, in which each row runs whole."""
     cached = open_run(config)
-    assert cached.cache is not None
+    assert cached.uses_cache
     with_cache, logits = generated(cached)
     monkeypatch.setattr(meshwright.inference.rows, "_cached", lambda *_: False)
     whole = open_run(config)
-    assert whole.cache is None
+    assert not whole.uses_cache
     without, expected = generated(whole)
     assert with_cache == without and [len(new.ids) for new in without] == [NEW] * len(ROWS)
     for mine, other in zip(logits, expected, strict=True):
@@ -181,3 +183,62 @@ def test_a_core_that_runs_twice(
 ) -> None:
     model = {"builder": "tests.end_to_end.test_key_cache:with_a_core_called_twice", "options": {}}
     check_equal(trained(pool, corpus, tmp_path, model=model), monkeypatch)
+
+
+class CountsByShape(nn.Module):
+    """Attention whose block takes something by the length of its input, which no search sees."""
+
+    def __init__(self, takes: str) -> None:
+        super().__init__()
+        shape = AttentionShape(16, 2, 2, 8)
+        self.attention = Attention(shape, bias=True, out_bias=True, dropout=0.0)
+        self.table = nn.Parameter(torch.empty(32, 16).normal_())
+        self.takes = takes
+        self.register_buffer("before", (torch.arange(32) - 1).clamp(min=0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if self.takes == "positions":
+            x = x + self.table[:length]
+        elif self.takes == "neighbours":
+            x = x + 0.5 * x[:, self.before[:length]]
+        elif length > 1:
+            x = 2.0 * x
+        return x + self.attention(x)
+
+
+def counting_by_shape(takes: str) -> nn.Sequential:
+    layers = nn.Sequential(nn.Embedding(300, 16), CountsByShape(takes), nn.Linear(16, 300))
+    layers.sharding_plan = {"0": "vocab", "1.attention.core": "context"}  # type: ignore[assignment]
+    return layers
+
+
+@pytest.mark.parametrize("takes", ["positions", "neighbours", "length"])
+def test_a_layer_that_counts_by_shape_runs_whole(
+    corpus: Path,
+    tmp_path: Path,
+    pool: RankPool,
+    capfd: pytest.CaptureFixture[str],
+    takes: str,
+) -> None:
+    """The cache is tried with the weights, and left out where the logits differ."""
+    model = {
+        "builder": "tests.end_to_end.test_key_cache:counting_by_shape",
+        "options": {"takes": takes},
+    }
+    config = trained(pool, corpus, tmp_path, model=model)
+    forward = open_run(config)
+    assert not forward.uses_cache and "every new token runs the whole row" in capfd.readouterr().err
+    found, _ = generated(forward)
+    _, layers = load_plain(run_directory(config.run))
+    row = list(ROWS[0])
+    for token in found[0].ids:
+        assert token == int(layers(torch.tensor([row]))[0, -1].argmax())
+        row.append(token)
+
+
+def test_nothing_is_kept_after_a_generation(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    forward = open_run(trained(pool, corpus, tmp_path, model=MODELS["llama"]))
+    generated(forward)
+    score_texts(forward, [ScoredText((1, 2), (3, 4))])
+    assert forward.cache is not None and not forward.cache._kept

@@ -73,7 +73,14 @@ def test_they_are_those_of_the_plain_model(
         ("a/train", ()),
         ([("a/train", 1.0)], ()),
         ([("a/train", 1.0), ("b/train", 1.0)], ("a", "b")),
-        ([("a/train", 1.0), ("b/a/train", 1.0), ("a/../a/train", 2.0)], ("a", "a-2")),
+        ([("a/train", 1.0), ("b/a/train", 1.0), ("a/../a/train", 2.0)], ("a", "b-a")),
+        ([("x/a/train", 1), ("y/a/train", 1), ("z/a-2/train", 1)], ("x-a", "y-a", "a-2")),
+        (
+            [("web/prepared/train", 1), ("code/prepared/train", 1)],
+            ("web-prepared", "code-prepared"),
+        ),
+        ([("a", 1.0), ("/a", 1.0), ("a-2", 1.0)], ("a", "a-2", "a-2-2")),
+        ([("数据", 1.0), ("b", 1.0)], ("corpus", "b")),
         ([("web pages.v2", 1.0), ("train", 1.0)], ("web-pages.v2", None)),
     ],
 )
@@ -83,6 +90,6 @@ def test_names_are_those_of_the_paths(train_text: Any, names: tuple[str | None, 
     if not isinstance(train_text, str):
         mixture = [{"path": path, "weight": weight} for path, weight in train_text]
     found = corpus_losses(Data.model_validate({"train": mixture, "sequence_length": 8}))
-    assert len(found) == len(names)
+    assert len(found) == len(names) == len(set(found))
     for name, expected in zip(found, names, strict=True):
         assert expected is None or name == f"train/loss/{expected}"

@@ -306,6 +306,128 @@ def test_what_is_printed_and_written(
     assert found["layout"] == "dp1 x pp1 x tp1" and found["dtype"] == "float32"
 
 
+DRAW = """
+task: own_draw
+output_type: generate_until
+doc_to_text: ""
+doc_to_target: "x"
+repeats: 3
+generation_kwargs: {until: [], max_new_tokens: 9, do_sample: true, temperature: 3.0, top_k: 50}
+metric_list: [{metric: exact_match}]
+"""
+
+
+def written_task(folder: Path, name: str, text: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = (
+        f"dataset_path: json\ntest_split: test\ndataset_kwargs: {{data_files: {{test: {file}}}}}\n"
+    )
+    (folder / f"{name}.yaml").write_text(text + data)
+
+
+def drawn_rank(rank: int, world_size: int, work: TaskJob, config: RunConfig) -> Any:
+    """Return the texts that the task's metric was given."""
+    found: list[Any] = []
+    from lm_eval.api.model import TemplateLM as Model
+
+    from meshwright_interop.tasks.model import RanksModel
+
+    generate = RanksModel.generate_until
+
+    def kept(self: Model, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        texts: list[str] = generate(self, requests, disable_tqdm)
+        found.extend(texts)
+        return texts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RanksModel, "generate_until", kept)
+        work.evaluate(config)
+    return found
+
+
+def test_drawn_texts_differ_and_no_layout_changes_them(
+    trained: RunConfig, tmp_path: Path, pool: RankPool
+) -> None:
+    """A repeated question draws anew, and equal questions too; an empty one begins a document."""
+    written_task(tmp_path, "draw", DRAW, [{"a": 1}, {"a": 2}])
+    place, request = locate(run_directory(trained.run), None), TaskRequest(("own_draw",), tmp_path)
+    texts = []
+    for words in (
+        ["--parallel.dp=1", "--parallel.pp=1"],
+        ["--parallel.dp=1", "--parallel.pp=2", "--batch.micro_batch_size=4"],
+    ):
+        asked = config_for(place, words, "eval", defaults=SAME_NUMBERS, has_own_rows=True)
+        checked = check(asked, default_world_size(asked.parallel, asked.launch, 0), request)
+        work = TaskJob(place, request)
+        texts.append(pool.run(drawn_rank, int(checked.launch.processes), work, checked)[0])
+    assert texts[0] == texts[1] and len(set(texts[0])) == len(texts[0]) == 6
+
+
+def failing_callback(parts: Any) -> Any:
+    """Evaluate a task whose metric raises."""
+    from meshwright_interop.tasks.observer import TaskScores
+
+    return TaskScores("raises", every=1, folder=str(Path(parts.config.run.directory) / "raises"))
+
+
+def no_task_callback(parts: Any) -> Any:
+    from meshwright_interop.tasks.observer import TaskScores
+
+    return TaskScores("none", every=1, folder=str(Path(parts.config.run.directory) / "raises"))
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [("failing_callback", "by a task"), ("no_task_callback", "MW-INTEROP-163")],
+)
+def test_a_failing_task_ends_the_training_of_all_ranks(
+    trained: RunConfig, corpus: Path, tmp_path: Path, pool: RankPool, first: str, code: str
+) -> None:
+    """Also with another callback behind it, which the ranks would else enter one by one."""
+    folder = tmp_path / "raises"
+    folder.mkdir()
+    text = CHOICE.replace("own_choice", "raises") + "process_results: !function code.process\n"
+    row = {"text": "a", "choices": [" a", " b"], "answer": 0}
+    written_task(folder, "raises", text, [row])
+    (folder / "code.py").write_text("def process(*_):\n    raise ArithmeticError('by a task')\n")
+    config = run_config(
+        corpus,
+        tmp_path,
+        model=trained.model.model_dump(),
+        parallel=layout("pp2"),
+        train={
+            "steps": 2,
+            "callbacks": (f"{__name__}:{first}", f"{__name__}:failing_callback"),
+        },
+    )
+    with pytest.raises(Exception, match=code) as refused:
+        train(pool, config)
+    assert "RankTimeout" not in type(refused.value).__name__
+
+
+def test_a_batch_ramp(trained: RunConfig, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """An evaluation runs the largest batch, whatever that of the step is."""
+    written_task(tmp_path, "word", LAST_WORD, [{"text": "the mesh", "word": " waits"}] * 5)
+    config = run_config(
+        corpus,
+        tmp_path,
+        model=trained.model.model_dump(),
+        parallel=layout("dp1"),
+        batch={"ramp": (1, 1, 6)},
+        train={"steps": 4, "callbacks": (f"{__name__}:ramped_callback",)},
+    )
+    train(pool, config)
+    perplexities = [line["tasks/own_word/perplexity"] for line in lines(config)]
+    assert len(perplexities) == 4
+
+
+def ramped_callback(parts: Any) -> Any:
+    from meshwright_interop.tasks.observer import TaskScores
+
+    return TaskScores(["own_word"], every=1, folder=parts.config.run.directory)
+
+
 def without_its_data(folder: Path) -> None:
     """Write a task ``broken``, whose file of questions is gone."""
     (folder / "a.yaml").write_text(
@@ -328,11 +450,27 @@ def test_what_cannot_be_evaluated_is_one_message(
         + "process_docs: !function code.process\n"
     )
     (raises / "code.py").write_text("def process(docs):\n    raise ArithmeticError('by a task')\n")
+    (raises / "leaves.yaml").write_text(
+        (tasks / "choice.yaml").read_text().replace("own_choice", "leaves")
+        + "process_docs: !function code.leave\n"
+    )
+    with (raises / "code.py").open("a") as file:
+        file.write("\n\ndef leave(docs):\n    raise SystemExit(3)\n")
+    beams = tmp_path / "beams"
+    beams.mkdir()
+    write = (tasks / "write.yaml").read_text()
+    for name, options in (("beams", "num_beams: 3"), ("hot", "do_sample: true, temperature: .nan")):
+        changed = write.replace("do_sample: false", options).replace("own_write", name)
+        (beams / f"{name}.yaml").write_text(changed)
     for words, code in [
         (["--tasks=own_nothing", folder], "MW-INTEROP-163"),
         (["--tasks=own_choice", f"--task-folder={tmp_path / 'none'}"], "MW-INTEROP-161"),
         (["--tasks=own_choice", folder, "--batches=3"], "MW-INTEROP-168"),
         (["--tasks=,"], "MW-LAUNCH-054"),
+        (["--shots=3"], "MW-INTEROP-173"),
+        (["--tasks=beams", f"--task-folder={tmp_path / 'beams'}"], "MW-INTEROP-170"),
+        (["--tasks=hot", f"--task-folder={tmp_path / 'beams'}"], "MW-INTEROP-171"),
+        (["--tasks=leaves", f"--task-folder={raises}"], "MW-INTEROP-166"),
         (["--tasks=broken", f"--task-folder={broken}"], "MW-INTEROP-166"),
         (["--tasks=raises", f"--task-folder={raises}"], "MW-INTEROP-166"),
         (["--tasks=own_choice", folder, "--parallel.pp=9"], "MW-PIPELINE"),
@@ -351,4 +489,4 @@ def test_the_ranks_end_when_the_first_one_fails(
     words = ["--tasks=broken", f"--task-folder={tmp_path}", "--parallel.pp=2", "--parallel.dp=1"]
     assert main(["eval", run, *words]) == 2
     shown = capfd.readouterr()
-    assert "MW-INTEROP-166" in shown.err and "Traceback" not in shown.err
+    assert "cannot evaluate broken" in shown.err and "Traceback" not in shown.err

@@ -27,7 +27,7 @@ class KeyCache(TokenCut):
     """Cut of samples in time: earlier forwards had some tokens, and this one has the others."""
 
     def __init__(self, length: int) -> None:
-        """Create an empty cache; samples have ``length`` tokens, all of them in a forward."""
+        """Create an empty cache. Until :meth:`begin`, forwards have all ``length`` tokens of a row."""
         self._kept: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
         # "before" and "now", in place of the ranks of a group; nothing is sent

@@ -22,6 +22,10 @@ from meshwright.current import CurrentMicrobatch
 from meshwright.model.metrics import OF_CORPUS, record
 from meshwright.pipeline.values import IGNORED_LABEL, Loss
 
+MOST_PARTS = 4
+"""Number of last parts of a path that its name has at most."""
+MOST_LETTERS = 60
+
 
 @runtime_checkable
 class MixedSource(Protocol):
@@ -37,7 +41,8 @@ def corpus_losses(data: Data) -> tuple[str, ...]:
     """Return the metric of each training corpus, in the order of the configuration; of a path that
     occurs several times once. Empty with one corpus.
 
-    A corpus is called by the last part of its path, or by its folder if that is ``train``.
+    A corpus is called by the last part of its path, or by its folder if that is ``train``; by more
+    parts where several have the same.
     """
     mixtures = [data.train, *(stage.train for stage in data.stages)]
     paths = [
@@ -45,21 +50,39 @@ def corpus_losses(data: Data) -> tuple[str, ...]:
         for mixture in mixtures
         for path in ([mixture] if isinstance(mixture, str) else [each.path for each in mixture])
     ]
-    unique = list(dict.fromkeys(map(realpath, paths)))
+    unique: dict[str, str] = {}
+    for path in paths:
+        unique.setdefault(realpath(path), path)
     if data.builder is not None or len(unique) < 2:
         return ()
-    names = [_name(PurePath(path)) for path in unique]
-    seen: Counter[str] = Counter()
-    found = []
+    return tuple(f"{OF_CORPUS}{name}" for name in _names(list(unique.values())))
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each path: the last parts that only it has, as few as possible."""
+    parts = [_parts(path) for path in paths]
+    depths = [1] * len(paths)
+    names = [""] * len(paths)
+    for _ in range(MOST_PARTS):
+        names = ["-".join(of_path[-depth:]) for of_path, depth in zip(parts, depths, strict=True)]
+        counts = Counter(names)
+        depths = [depth + (counts[name] > 1) for name, depth in zip(names, depths, strict=True)]
+    found: list[str] = []
     for name in names:
-        seen[name] += 1
-        found.append(f"{OF_CORPUS}{name}" + (f"-{seen[name]}" if seen[name] > 1 else ""))
-    return tuple(found)
+        number, free = 1, name[-MOST_LETTERS:]
+        while free in found:
+            number += 1
+            free = f"{name[-MOST_LETTERS:]}-{number}"
+        found.append(free)
+    return found
 
 
-def _name(path: PurePath) -> str:
-    last = path.parent.name if path.name == "train" and path.parent.name else path.name
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", last)[:60] or "corpus"
+def _parts(path: str) -> list[str]:
+    """Return the folders and the name of a path, without a last ``train``."""
+    parts = [each for each in PurePath(path).parts if each not in ("/", ".", "..")]
+    if len(parts) > 1 and parts[-1] == "train":
+        parts.pop()
+    return [re.sub(r"[^A-Za-z0-9_.]+", "-", each).strip("-.") or "corpus" for each in parts]
 
 
 def with_corpora(loss: Loss, metrics: Sequence[str], current: CurrentMicrobatch) -> Loss:

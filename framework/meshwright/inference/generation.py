@@ -62,6 +62,7 @@ def continue_rows(
         num_tokens: size of the tokenizer's vocabulary, see :class:`NextTokenLogits`.
         is_over: called on every rank after each new token of a row.
     """
+    assert all(rows), "a row begins with a token"
     texts = [list(row) for row in rows]
     ended = [False] * len(rows)
     active = {row for row, limit in enumerate(limits) if limit > 0}
@@ -116,7 +117,7 @@ class _Steps:
         """
         self._ending.found.clear()
         longest = max(len(texts[row]) for row in active)
-        if self._forward.cache is None or longest > self._forward.longest:
+        if not self._forward.uses_cache or longest > self._forward.longest:
             due = sorted(active)
             self._run_whole([text[-self._forward.longest :] for text in texts], due)
         else:

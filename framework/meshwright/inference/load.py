@@ -117,6 +117,7 @@ def config_for(
     defaults: Sequence[str] = (),
     may_change: Collection[tuple[str, str]] = KEPT,
     trust_code: bool = False,
+    has_own_rows: bool = False,
 ) -> RunConfig:
     """Return the training's configuration with ``defaults`` and then ``overrides`` applied,
     not yet resolved.
@@ -128,6 +129,7 @@ def config_for(
         command: name of the command, for error messages.
         may_change: keys outside the layout that ``overrides`` may change.
         trust_code: import whatever builders the configuration names.
+        has_own_rows: the rows are no samples of the run, and its global batch is left out.
 
     Raises:
         ConfigError: an override of a key that may not change, or one that conflicts with the
@@ -152,6 +154,8 @@ def config_for(
         del tree[section]
     # chunks follow from global_batch, which stays, and dp
     tree["batch"] |= {"chunks": None, "ramp": None}
+    if has_own_rows:
+        tree["batch"] |= {"chunks": 1, "global_batch": None, "balance": "index"}
     tree["train"]["compile"] = False
     tree["parallel"] |= {
         "zero": 1,

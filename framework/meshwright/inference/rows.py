@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,9 +37,19 @@ from meshwright.pipeline.plan import describe_boundaries
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.tensor_parallel.layers import vocab_slice
+from meshwright.terminal.output import tell
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
+PROBED = 12
+"""Number of tokens of the row by which a key-value cache is tried."""
+PROBE_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+}
+"""Difference, relative to the largest logit, up to which it counts as rounding."""
 SCORED_AT_ONCE = 256
 """Number of tokens whose likeliest continuation is searched at a time."""
 
@@ -50,7 +60,7 @@ class Window(NamedTuple):
     length: int
     """Tokens of a row, with its padding."""
     new: int
-    """Those of them that run through the layers: all, or one beside a key-value cache."""
+    """Number of them that run through the layers: all, or one, whose keys join a key-value cache."""
 
     @property
     def is_whole(self) -> bool:
@@ -153,7 +163,46 @@ def open_rows(
     blueprint, cache = draw_with_cache(config, mesh)
     windows = windows_of(blueprint, cache)
     parts, checkpoint = open_trained(blueprint, mesh, place)
-    return RowForward(parts, windows, inputs_of, cache), checkpoint
+    forward = RowForward(parts, windows, inputs_of, cache)
+    forward.uses_cache = cache is not None and cache_agrees(forward, tokenizer.get_vocab_size())
+    if cache is not None and not forward.uses_cache and mesh.rank == 0:
+        tell(
+            "note: the layers of this model give other logits for a token alone than for a whole"
+            " row, so every new token runs the whole row"
+        )
+    return forward, checkpoint
+
+
+def cache_agrees(forward: RowForward, vocabulary: int) -> bool:
+    """Return whether two tokens have the same logits with the cache as in whole rows; the same on
+    every rank. Every rank calls it; blocks.
+
+    Layers that count or index tokens by the shape of their input pass the search for layers that
+    mix tokens, and see one token at position 0 here.
+    """
+    window = forward.window(min(PROBED, forward.longest))
+    row = [(3 + 7 * at) % min(PROBED, vocabulary) for at in range(min(PROBED, window.length))]
+    ending = NextTokenLogits(forward.parts, num_tokens=None)
+
+    def run(seen: Sequence[int], of: Window, at: int, first: int, *, fills: bool = False) -> Tensor:
+        ending.found.clear()
+        labels = torch.full((1, of.new), IGNORED_LABEL)
+        labels[0, at - first] = 0
+        forward.run([seen], labels, of, ending, first=first, fills=fills)
+        return ending.found.get(0, torch.zeros(1))
+
+    differs = torch.zeros(1, device=forward.parts.mesh.device)
+    places = range(max(1, len(row) - 2), len(row))
+    expected = [run(row, window, at, 0) for at in places]
+    run(row[: places.start], window, places.start - 1, 0, fills=True)
+    for at, whole in zip(places, expected, strict=True):
+        alone = run(row, Window(window.length, 1), at, at)
+        limit = PROBE_TOLERANCE[whole.dtype] * whole.abs().max()
+        differs += ((alone - whole).abs() > limit).any().to(differs.dtype)
+    forward.parts.mesh.world.all_reduce(differs).wait()
+    if forward.cache is not None:
+        forward.cache.clear()
+    return not differs.item()
 
 
 def rows_of_training(
@@ -188,16 +237,20 @@ class RowForward:
     inputs_of: Callable[[Tensor], Any]
     """Function of the ids (B, S) int64 that returns the model's inputs."""
     cache: KeyCache | None = None
-    num_rows: int = field(init=False)
-    """Rows of one forward, over all replicas."""
-    longest: int = field(init=False)
-    """Tokens of the longest window."""
+    uses_cache: bool = False
+    """True if generation runs one token of a row at a time, see :func:`cache_agrees`."""
 
-    def __post_init__(self) -> None:
+    @property
+    def num_rows(self) -> int:
+        """Rows of one forward, over all replicas."""
         size = self.parts.config.batch.micro_batch_size
         assert size is not None
-        self.num_rows = self.parts.mesh.grid.dp * self.parts.executor.schedule.chunks * size
-        self.longest = max(window.length for window in self.windows)
+        return self.parts.mesh.grid.dp * self.parts.executor.schedule.chunks * size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest window."""
+        return max(window.length for window in self.windows)
 
     def window(self, length: int, *, is_whole: bool = True) -> Window:
         """Return the shortest window for rows of this length."""
@@ -275,9 +328,9 @@ class _Rows(NamedTuple):
 class NextTokenLogits:
     """Ending that keeps the logits of one token of each row, the one whose label counts."""
 
-    def __init__(self, parts: ForwardParts, num_tokens: int) -> None:
-        """Create the ending. ``num_tokens``: vocabulary of the tokenizer;
-        the model's may be larger, padded for the device.
+    def __init__(self, parts: ForwardParts, num_tokens: int | None) -> None:
+        """Create the ending. ``num_tokens``: vocabulary of the tokenizer; None: the model's, which
+        may be larger, padded for the device.
         """
         self._logits = _Logits(parts)
         self._num_tokens = num_tokens

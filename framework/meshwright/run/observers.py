@@ -303,11 +303,13 @@ def evaluation_mode(parts: ForwardParts) -> Iterator[None]:
     modes = {module: module.training for stage in stages for module in stage.layers.modules()}
     for stage in stages:
         stage.layers.eval()
-    yield
-    for module, training in modes.items():  # modules that the builder put into eval mode stay in it
-        module.training = training
-    parts.executor.set_schedule(schedule)
-    parts.data_s = data_s  # reads of a validation are no part of the step
+    try:
+        yield
+    finally:
+        for module, training in modes.items():  # those that the builder put into eval mode stay
+            module.training = training
+        parts.executor.set_schedule(schedule)
+        parts.data_s = data_s  # reads of a validation are no part of the step
 
 
 def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:

@@ -5,6 +5,7 @@ checkpoints and models with other frameworks.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from meshwright_launch.arguments.common import (
@@ -159,29 +160,27 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 def tasks_of_eval(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``meshwright eval --tasks``."""
     group = parser.add_argument_group("tasks of lm-evaluation-harness, in place of the loss")
-    group.add_argument(
+    run = "meshwright_interop.commands.tasks:evaluate_tasks"
+    of_tasks = partial(group.add_argument, action=RunsInstead, run=run)
+    of_tasks(
         "--tasks",
-        action=RunsInstead,
-        run="meshwright_interop.commands.tasks:evaluate_tasks",
         type=_names,
         metavar="T[,T]",
         help="names of tasks or groups, such as arc_easy,hellaswag",
     )
-    group.add_argument(
+    of_tasks(
         "--task-folder",
         type=Path,
         metavar="DIR",
         help="tasks of your own; the files may name functions, which are imported",
     )
-    group.add_argument(
+    of_tasks(
         "--shots",
         type=parse_count_from_0,
         metavar="N",
         help="examples before each question (default: the task's)",
     )
-    group.add_argument(
-        "--questions", type=count, metavar="N", help="questions of each task (default: all)"
-    )
+    of_tasks("--questions", type=count, metavar="N", help="questions of each task (default: all)")
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -14,6 +14,12 @@ from meshwright_launch.jobs import check_inference, run_inference
 
 def evaluate_tasks(options: argparse.Namespace, overrides: list[str]) -> int:
     """Evaluate tasks of lm-evaluation-harness on the ranks of a layout."""
+    if options.tasks is None:
+        raise ConfigError(
+            "MW-INTEROP-173",
+            "--task-folder, --shots and --questions are of --tasks: name the tasks, or leave them"
+            " out",
+        )
     is_launched = check_inference(options)
     for name in ("data", "batches"):
         if getattr(options, name) is not None:
@@ -23,7 +29,14 @@ def evaluate_tasks(options: argparse.Namespace, overrides: list[str]) -> int:
             )
     place = locate(options.place, options.step)._replace(weights=options.weights)
     defaults = [*SAME_NUMBERS, *(["--parallel.dp=auto"] if is_launched else [])]
-    config = config_for(place, overrides, "eval", defaults=defaults, trust_code=options.trust_code)
+    config = config_for(
+        place,
+        overrides,
+        "eval",
+        defaults=defaults,
+        trust_code=options.trust_code,
+        has_own_rows=True,
+    )
     request = TaskRequest(options.tasks, options.task_folder, options.shots, options.questions)
     work = TaskJob(place, request, options.out)
     return run_inference(

@@ -15,7 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.blueprint import draw_blueprint
+from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError, UserError, reason_of
 from meshwright.inference.load import ModelLocation, open_inference_mesh
@@ -27,6 +27,7 @@ from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import print_lines
 from meshwright.tracking.observer import has_perplexity
+from meshwright.tracking.record import encode_number
 from meshwright_interop.tasks.library import (
     TaskRequest,
     import_lm_eval,
@@ -73,7 +74,7 @@ class TaskResult:
         rows = [
             f"{score.task:<{width}}  {score.metric:<20} {score.value:10.4f}"
             + ("" if score.error is None else f" +- {score.error:.4f}")
-            + f"  of {score.questions:,} questions"
+            + (f"  of {score.questions:,} questions" if score.questions else "")  # a group has none
             for score in self.scores
         ]
         return "\n".join(
@@ -82,7 +83,8 @@ class TaskResult:
 
     def to_json(self) -> str:
         """Return the result as JSON."""
-        tree = asdict(self) | {"scores": [score._asdict() for score in self.scores]}
+        scores = [score._asdict() | {"value": encode_number(score.value)} for score in self.scores]
+        tree = asdict(self) | {"scores": scores}
         return json.dumps(tree, indent=2, allow_nan=False, default=str) + "\n"
 
 
@@ -137,12 +139,14 @@ def run_tasks(
     others. Blocks.
 
     Raises:
-        ConfigError: on rank 0; the library fails, such as for a dataset that is not there.
+        ConfigError: on every rank; the library fails, such as for a dataset that is not there.
     """
     ranks = Ranks(forward, texts.tokenizer, texts.ends)
     if forward.parts.mesh.rank != 0:
         ranks.follow()
         return None
+    failure = f"lm-evaluation-harness cannot evaluate {', '.join(request.names)}"
+    error_text = "it was ended"
     try:
         from meshwright_interop.tasks.model import RanksModel
 
@@ -157,15 +161,15 @@ def run_tasks(
                 log_samples=False,
                 bootstrap_iters=BOOTSTRAPS,
             )
-    except UserError:
+        error_text = ""
+    except UserError as error:
+        error_text = str(error)
         raise
-    except Exception as error:
-        raise ConfigError(
-            "MW-INTEROP-166",
-            f"lm-evaluation-harness cannot evaluate {', '.join(request.names)}: {reason_of(error)}",
-        ) from error
+    except (Exception, SystemExit) as error:  # a task's own code may leave the process
+        error_text = f"{failure}: {reason_of(error)}"
+        raise ConfigError("MW-INTEROP-166", error_text) from error
     finally:
-        ranks.end()
+        ranks.end(error_text)
     return found
 
 
@@ -196,12 +200,17 @@ def check(config: RunConfig, world_size: int, request: TaskRequest) -> RunConfig
     """
     open_tasks(request)
     config = text_config(config)
-    chunks = config.parallel.pp
-    config = config.replace(batch={"chunks": chunks, "global_batch": None, "balance": "index"})
-    config = resolve(config, world_size)
-    if not has_perplexity(draw_blueprint(config)):
+    batch = {"chunks": config.parallel.pp, "global_batch": None, "balance": "index"}
+    config = resolve(config.replace(batch=batch), world_size)
+    check_probabilities(draw_blueprint(config))
+    return config
+
+
+def check_probabilities(blueprint: Blueprint) -> None:
+    """Raise :class:`ConfigError` for a model whose loss is no cross-entropy over tokens."""
+    if not has_perplexity(blueprint):
         raise ConfigError(
             "MW-INTEROP-167",
-            f"{config.model.builder} has a loss of its own: tasks need probabilities of tokens",
+            f"{blueprint.config.model.builder} has a loss of its own: tasks need probabilities of"
+            " tokens",
         )
-    return config

@@ -46,8 +46,6 @@ def import_lm_eval() -> Any:
             "MW-INTEROP-160",
             f"--tasks needs lm-evaluation-harness ({error}): pip install 'meshwright[lm-eval]'",
         ) from error
-    # a rank forks no pool: the children would keep its handlers of signals, and never end
-    os.environ["DISABLE_MULTIPROC"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     # it runs git in the working directory, whatever that is
@@ -69,18 +67,24 @@ def kept_generators() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what the library prints, and its progress bars, within the block: it has no option
-    for some of them.
+    """Suppress what the library prints, its progress bars and its pool of processes within the
+    block: it has no option for some of them.
     """
     from tqdm import tqdm
 
-    drawn = tqdm.__init__
+    drawn, name = tqdm.__init__, "DISABLE_MULTIPROC"
+    # the children of a rank would keep its handlers of signals, and never end
+    had = os.environ.get(name)
+    os.environ[name] = "1"
     tqdm.__init__ = partialmethod(drawn, disable=True)
     try:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
         tqdm.__init__ = drawn
+        del os.environ[name]
+        if had is not None:
+            os.environ[name] = had
 
 
 def open_tasks(request: TaskRequest) -> tuple[Any, list[str]]:

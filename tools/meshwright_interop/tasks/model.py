@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from meshwright.errors import ConfigError
@@ -15,6 +18,8 @@ from meshwright_interop.tasks.texts import TextEncoding
 
 MOST_TOKENS = 256
 """Most new tokens of a text, where the task sets none."""
+READ = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
+"""Options of generation that are read."""
 
 
 class RanksModel(TemplateLM):  # type: ignore[misc]
@@ -59,11 +64,7 @@ class RanksModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        texts = [
-            # a context of blanks is part of the continuation
-            ScoredText(tuple(context) or (self.prefix_token_id,), tuple(more))
-            for _, context, more in requests
-        ]
+        texts = [self._text(context, more) for _, context, more in requests]
         for text in texts:
             if len(text.continuation) > self.max_length:
                 raise ConfigError(
@@ -73,6 +74,12 @@ class RanksModel(TemplateLM):  # type: ignore[misc]
                     " task out",
                 )
         return [tuple(score) for score in self._scores(texts)]  # type: ignore[misc]
+
+    def _text(self, context: Sequence[int], continuation: Sequence[int]) -> ScoredText:
+        """Return a text, with the last tokens of its context that can be read."""
+        read = tuple(context) or (self.prefix_token_id,)  # blanks are of the continuation
+        most = max(1, self.max_length + 1 - len(continuation))
+        return ScoredText(read[-most:], tuple(continuation))
 
     def _scores(self, texts: Sequence[ScoredText]) -> list[Score]:
         """Score texts of similar length together."""
@@ -97,7 +104,7 @@ class RanksModel(TemplateLM):  # type: ignore[misc]
                 context_len=1,
             )
             for context, continuation in map(make_disjoint_window, rolling):
-                windows.append(ScoredText(tuple(context), tuple(continuation)))
+                windows.append(self._text(context, continuation))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for number, score in zip(owners, self._scores(windows), strict=True):
@@ -107,40 +114,74 @@ class RanksModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
         """Extend contexts up to a stop text, greedily unless the task draws."""
         groups: dict[str, list[int]] = {}
+        keys: list[str] = []
+        seen: Counter[tuple[str, str]] = Counter()
         for number, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+            text, options = request.args
+            group = repr(sorted(options.items()))
+            groups.setdefault(group, []).append(number)
+            keys.append(f"{seen[text, group]} {text}")  # a repeated question draws anew
+            seen[text, group] += 1
         found: dict[int, str] = {}
         for numbers in groups.values():
-            contexts = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
+            rows = {number: self._context(requests[number].args[0]) for number in numbers}
             options = requests[numbers[0]].args[1]
-            by_length = sorted(numbers, key=lambda number: len(contexts[number]))
+            by_length = sorted(numbers, key=lambda number: len(rows[number]))
             size = self._ranks.forward.num_rows
             for start in range(0, len(by_length), size):
                 batch = by_length[start : start + size]
-                texts = self._continued([contexts[number] for number in batch], options)
-                found |= dict(zip(batch, texts, strict=True))
+                wanted = self._wanted(
+                    [rows[number] for number in batch], [keys[number] for number in batch], options
+                )
+                found |= dict(zip(batch, self._continued(wanted), strict=True))
         return [found[number] for number in range(len(requests))]
 
-    def _continued(self, contexts: Sequence[list[int]], options: dict[str, Any]) -> list[str]:
-        """Extend texts with the same options."""
-        until = options.get("until") or []
-        stops = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-        most_tokens = min(int(options.get("max_gen_toks", MOST_TOKENS)), self.max_length - 1)
-        is_drawn = bool(options.get("do_sample", False))
-        temperature = float(options.get("temperature", 1.0 if is_drawn else 0.0))
-        wanted = Continued(
+    def _context(self, text: str) -> list[int]:
+        return self.tok_encode(text) or [self.prefix_token_id]
+
+    def _wanted(
+        self, rows: Sequence[list[int]], keys: Sequence[str], options: dict[str, Any]
+    ) -> Continued:
+        """Return the texts to continue, with the options of their task.
+
+        Raises:
+            ConfigError: an option that is not read, or out of range.
+        """
+        read = dict(normalize_gen_kwargs(options, MOST_TOKENS))
+        if unknown := sorted(read.keys() - set(READ)):
+            raise ConfigError(
+                "MW-INTEROP-170",
+                f"generation_kwargs of a task: {', '.join(unknown)} is not read here; it reads"
+                f" {', '.join(READ)}: leave the task out, or evaluate an export",
+            )
+        temperature, top_p = float(read.get("temperature", 0.0)), float(read.get("top_p", 1.0))
+        top_k = int(read.get("top_k") or 0)
+        if not (0 <= temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
+            raise ConfigError(
+                "MW-INTEROP-171",
+                f"generation_kwargs of a task: temperature = {temperature}, top_p = {top_p}, top_k ="
+                f" {top_k}: the first is a number from 0 up, the second above 0 and at most 1, the"
+                " third from 0 up",
+            )
+        most_tokens = max(0, min(int(read["max_gen_toks"]), self.max_length - 1))
+        return Continued(
             # the last tokens that leave room for the new ones
-            tuple(tuple(ids[-(self.max_length - most_tokens) :]) for ids in contexts),
+            tuple(tuple(ids[-(self.max_length - most_tokens) :]) for ids in rows),
+            tuple(keys),
             most_tokens,
-            stops,
-            temperature if is_drawn else 0.0,
-            float(options.get("top_p", 1.0)),
+            tuple(str(text) for text in read["until"] if text),
+            temperature if read["do_sample"] else 0.0,
+            top_k,
+            top_p,
             self._seed,
         )
+
+    def _continued(self, wanted: Continued) -> list[str]:
+        """Extend texts up to a stop text."""
         texts = []
         for new in self._ranks.continue_texts(wanted):
             text = self._ranks.tokenizer.decode(list(new.ids), skip_special_tokens=False)
-            for stop in stops:
+            for stop in wanted.until:
                 text = text.split(stop)[0]
             texts.append(text)
         return texts

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.errors import ConfigError, UserError
 from meshwright.inference.rows import rows_of_training
 from meshwright.inference.sample import text_config
 from meshwright.optimizer import evaluating
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.observers import evaluation_mode
-from meshwright_interop.tasks.job import run_tasks, scores_of
+from meshwright_interop.tasks.job import check_probabilities, run_tasks, scores_of
 from meshwright_interop.tasks.library import TaskRequest, open_tasks
 from meshwright_interop.tasks.texts import TextEncoding
 
@@ -28,7 +30,7 @@ class TaskScores(Observer):
         tasks: Sequence[str],
         every: int,
         *,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         shots: int | None = None,
         questions: int | None = None,
     ) -> None:
@@ -36,7 +38,9 @@ class TaskScores(Observer):
 
         ``every``: steps between two evaluations; 0: after the last step only.
         """
-        self._request = TaskRequest(tuple(tasks), folder, shots, questions)
+        names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
+        place = None if folder is None else Path(folder)
+        self._request = TaskRequest(names, place, shots, questions)
         self._every = every
 
     def setup(self, parts: Parts) -> None:
@@ -46,8 +50,16 @@ class TaskScores(Observer):
             ConfigError: there is no such task, or the run does not train on text.
         """
         text_config(parts.config)
+        check_probabilities(parts.blueprint)
+        error = ""
         if parts.mesh.rank == 0:
-            open_tasks(self._request)
+            try:
+                open_tasks(self._request)
+            except UserError as refused:
+                error = str(refused)
+        (message, *_) = parts.mesh.world.gather_objects(error)
+        if message:
+            raise ConfigError("MW-INTEROP-172", f"TaskScores: {message}")
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Evaluate if due. Collective over all ranks; blocks."""
@@ -55,17 +67,18 @@ class TaskScores(Observer):
         if not (is_due or event.is_last):
             return
         texts = TextEncoding.of(text_config(parts.config))
-        forward = rows_of_training(parts, texts.tokenizer, texts.known, set(texts.ends))
         with (
             parts.mesh.activity.during("evaluating tasks"),
             evaluating(parts.optimizer),
             evaluation_mode(parts),
         ):
+            forward = rows_of_training(parts, texts.tokenizer, texts.known, set(texts.ends))
             found = run_tasks(forward, texts, self._request)
         if found is not None:
             event.metrics |= {
                 f"tasks/{_name(score.task)}/{_name(score.metric)}": score.value
                 for score in scores_of(found)
+                if math.isfinite(score.value)
             }
 
 

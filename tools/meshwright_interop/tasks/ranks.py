@@ -9,13 +9,15 @@ What rank 0 sends is JSON of numbers and texts (mesh/messages.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.errors import ConfigError
 from meshwright.inference.choice import SamplingRequest, choose, make_generators
 from meshwright.inference.generation import NewTokens, continue_rows
 from meshwright.inference.rows import RowForward
@@ -29,17 +31,23 @@ class Continued(NamedTuple):
     """Texts to continue."""
 
     rows: tuple[tuple[int, ...], ...]
+    keys: tuple[str, ...]
+    """Text of each row from which its draws are seeded."""
     most_tokens: int
     until: tuple[str, ...]
     """Texts that end a continuation."""
     temperature: float
     """0: greedy."""
+    top_k: int
     top_p: float
     seed: int
 
 
 class Ended(NamedTuple):
     """End of the evaluation."""
+
+    error: str
+    """Message of the error on rank 0; empty: there was none."""
 
 
 KINDS = (ScoredText, Continued, Ended)
@@ -55,29 +63,52 @@ class Ranks:
         self.ends = ends
         self._world = forward.parts.mesh.world
         self._num_tokens = max(tokenizer.get_vocab().values()) + 1
+        self.has_failed = False
+        """True after an error in a forward, which the other ranks have met too."""
 
     def score(self, texts: Sequence[ScoredText]) -> list[Score]:
         """Score texts, at most ``forward.num_rows``. Called on rank 0; blocks."""
         self._send(list(texts))
-        return score_texts(self.forward, texts)
+        with self._failing():
+            return score_texts(self.forward, texts)
 
     def continue_texts(self, wanted: Continued) -> list[NewTokens]:
         """Extend texts, at most ``forward.num_rows``. Called on rank 0; blocks."""
         self._send(wanted)
-        return self._continue(wanted)
+        with self._failing():
+            return self._continue(wanted)
 
-    def end(self) -> None:
-        """End the wait of the other ranks. Called on rank 0."""
-        self._send(Ended())
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Note an error of a forward."""
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def end(self, error: str = "") -> None:
+        """End the wait of the other ranks, which raise ``error`` if there is one. Called on rank 0.
+
+        After an error in a forward they do not wait.
+        """
+        if not self.has_failed:
+            self._send(Ended(error))
 
     def follow(self) -> None:
-        """Compute what rank 0 asks for until it ends. Called on all other ranks; blocks."""
+        """Compute what rank 0 asks for until it ends. Called on all other ranks; blocks.
+
+        Raises:
+            ConfigError: rank 0 has failed.
+        """
         while True:
             wanted = self._world.gather_objects(None, *KINDS)[0]
             if isinstance(wanted, Continued):
                 self._continue(wanted)
             elif isinstance(wanted, list):
                 score_texts(self.forward, wanted)
+            elif wanted.error:
+                raise ConfigError("MW-INTEROP-169", f"rank 0: {wanted.error}")
             else:
                 return
 
@@ -85,9 +116,8 @@ class Ranks:
         self._world.gather_objects(wanted, *KINDS)
 
     def _continue(self, wanted: Continued) -> list[NewTokens]:
-        prompts = tuple(" ".join(map(str, row)) for row in wanted.rows)
         request = SamplingRequest(
-            prompts, wanted.most_tokens, wanted.temperature, top_k=0, top_p=wanted.top_p
+            wanted.keys, wanted.most_tokens, wanted.temperature, wanted.top_k, wanted.top_p
         )
         generators = make_generators(request, wanted.seed)
 
