@@ -44,6 +44,7 @@ OTHERS = {
     *("_forkserver", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),
     # transformers
     *("_attn_implementation", "_apply_gate", "_init_weights", "_pp_plan", "_tp_plan"),
+    *("_can_record_outputs", "_keys_to_ignore_on_load_unexpected"),
 }
 """Private names of other packages."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.data_parallel.fsdp import ExpertUnits, FsdpLayers
+from meshwright.data_parallel.fsdp import FsdpLayers, FsdpUnits
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.watch.hang.flight_recorder import DUMPS
@@ -45,7 +45,7 @@ def missing_in_fsdp(names: list[str]) -> list[str]:
         *(layers, group, kind, torch.device("cpu")),
         offload=False,
         ignored=set(),
-        experts=ExpertUnits(),
+        units=FsdpUnits(),
     )
     layers[1](layers[0](torch.randn(2, 4, dtype=kind, requires_grad=True))).sum().backward()
     unit = next(fsdp.units())
