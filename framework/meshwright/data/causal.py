@@ -43,7 +43,7 @@ class CorpusSource(NamedTuple):
         return np.array(seen, dtype=np.int64)
 
     def corpora_of(self, indices: Sequence[int]) -> list[int]:
-        """Return the corpus of each sample, see :class:`meshwright.data.mixture_losses.MixedSource`."""
+        """Return the corpus of each sample, see :data:`meshwright.data.mixture_losses.CorporaOf`."""
         if not isinstance(self.corpus, Blend):
             return []
         numbers = [self.order(index) for index in indices]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os.path import realpath
 from pathlib import PurePath
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +27,10 @@ MOST_PARTS = 4
 MOST_LETTERS = 60
 
 
-@runtime_checkable
-class MixedSource(Protocol):
-    """Source whose samples come from one or several corpora."""
-
-    def corpora_of(self, indices: Sequence[int]) -> list[int]:
-        """Return the corpus of each sample, as a position in :func:`corpus_losses`;
-        empty if there is only one.
-        """
+CorporaOf = Callable[[Sequence[int]], list[int]]
+"""Method ``corpora_of`` of a source: sample indices -> the corpus of each, as a position in
+:func:`corpus_losses`; empty if there is only one.
+"""
 
 
 def corpus_losses(data: Data) -> tuple[str, ...]:

@@ -201,7 +201,7 @@ class SpanCorruptionSource(NamedTuple):
         return lengths(self.sequence_length).decoder
 
     def corpora_of(self, indices: Sequence[int]) -> list[int]:
-        """Return the corpus of each sample, see :class:`meshwright.data.mixture_losses.MixedSource`."""
+        """Return the corpus of each sample, see :data:`meshwright.data.mixture_losses.CorporaOf`."""
         if not isinstance(self.corpus, Blend):
             return []
         numbers = [self.order(index) for index in indices]

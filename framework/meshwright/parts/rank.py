@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.config.batch import validation_steps
-from meshwright.data.mixture_losses import MixedSource
+from meshwright.data.mixture_losses import CorporaOf
 from meshwright.data.work import Dealt, WeighedSource, deal
 from meshwright.model.buffers import StepState
 from meshwright.optimizer import LossScale, add_state
@@ -159,8 +159,8 @@ class StepFeed:
         """Return the training corpus of each sample, (B,) int64 on the device;
         None where there is one alone.
         """
-        source = self.source
-        found = source.corpora_of(self.indices(m)) if isinstance(source, MixedSource) else []
+        corpora_of: CorporaOf | None = getattr(self.source, "corpora_of", None)
+        found = [] if corpora_of is None else corpora_of(self.indices(m))
         return self.parts.mesh.to_device(torch.tensor(found)) if found else None
 
     def sample_indices(self, m: int) -> Tensor:
