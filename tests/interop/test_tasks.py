@@ -65,7 +65,7 @@ metric_list: [{metric: exact_match}]
 NAMES = ("own_choice", "own_text", "own_word", "own_write")
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=["gpt2", long_row("llama")])
 def trained(
     corpus: Path,
     tmp_path_factory: pytest.TempPathFactory,
