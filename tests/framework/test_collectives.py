@@ -27,7 +27,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import Parts
 from meshwright.run.base import fingerprint, saves_frozen
-from meshwright.run.tensors import pieces, saved_running
+from meshwright.run.pieces import saved_pieces
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.rank import open_verify_source
@@ -155,10 +155,7 @@ def _wait(parts: Parts) -> None:
 def _written(parts: Parts) -> list[str]:
     """Return what this rank writes to a checkpoint: pieces and elements of each kind of tensor."""
     found: dict[str, list[int]] = defaultdict(list)
-    running = saved_running(parts)
-    for piece in pieces(
-        parts.replicas, parts.optimizer, parts.mesh, running, with_frozen=saves_frozen(parts)
-    ):
+    for piece in saved_pieces(parts, saves_frozen(parts)):
         found[str(piece.kind)].append(piece.tensor.numel())
     return [f"writes {len(sizes)} x {kind}: {sum(sizes)} elements" for kind, sizes in found.items()]
 

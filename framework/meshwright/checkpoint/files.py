@@ -53,22 +53,11 @@ def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
     return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
 
 
-def shard_names(grid: Grid) -> list[str | None]:
-    """Return the name of the shard that each rank writes; None:
-    other ranks write everything that it holds.
-
-    The ranks of the first replica write; the experts of a stage are written by its first ep ranks.
-    """
-    found: list[str | None] = []
-    for rank in range(grid.size):
-        at, in_stage = grid.coordinates(rank), rank % (grid.num_replicas * grid.tp)
-        of_experts = "" if in_stage < grid.tp else f"-ep{in_stage}"
-        found.append(
-            f"pp{at.pp_rank}-tp{at.tp_rank}{of_experts}"
-            if in_stage < max(grid.tp, grid.ep)
-            else None
-        )
-    return found
+def shard_name(grid: Grid, rank: int) -> str:
+    """Return the name of the shard that a rank writes, such as pp0-dp1-tp0."""
+    at = grid.coordinates(rank)
+    of_cp = f"-cp{at.cp_rank}" if grid.cp > 1 else ""
+    return f"pp{at.pp_rank}-dp{at.dp_rank}{of_cp}-tp{at.tp_rank}"
 
 
 @contextmanager

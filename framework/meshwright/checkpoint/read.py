@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshwright.checkpoint.boxes import LocalBox, flat_boxes, local_boxes
 from meshwright.checkpoint.check import intersection, parse
 from meshwright.checkpoint.files import (
     checkpoints_directory,
@@ -32,7 +33,6 @@ from meshwright.checkpoint.manifest import (
     TensorKind,
     render_sums,
 )
-from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
@@ -271,6 +271,35 @@ class CheckpointReader:
             CheckpointError: The name is missing among others of its kind, or the global shape
                 differs.
         """
+        entry = self._entry(kind, info)
+        if entry is None:
+            return None
+        local = torch.zeros(info.local_shape, dtype=entry.dtype.as_torch)
+        for box in local_boxes(info, info.unpadded(local)):
+            self._read_into(box, entry)
+        return local if dtype is None else local.to(dtype)
+
+    def read_range(
+        self, kind: TensorKind, info: ParameterInfo, start: int, stop: int
+    ) -> Tensor | None:
+        """Read elements [start, stop) of this rank's flattened part of a tensor:
+        (stop - start,) as stored, padding zero, a copy on CPU.
+
+        Only the intersecting slices are read from disk. Returns None and raises as :meth:`read`
+        does.
+        """
+        entry = self._entry(kind, info)
+        if entry is None:
+            return None
+        flat = torch.zeros(stop - start, dtype=entry.dtype.as_torch)
+        for box in flat_boxes(info, start, flat):
+            self._read_into(box, entry)
+        return flat
+
+    def _entry(self, kind: TensorKind, info: ParameterInfo) -> TensorEntry | None:
+        """Return the entry of a tensor of this model; None:
+        the checkpoint has no tensors of its kind.
+        """
         name = kind.of(info.name)
         entry = self.manifest.tensors.get(name)
         if entry is None:
@@ -291,10 +320,7 @@ class CheckpointReader:
                 f" and {list(info.global_shape)} in this model: give model.options the values that"
                 " were saved, or choose another run.name",
             )
-        local = torch.zeros(info.local_shape, dtype=entry.dtype.as_torch)
-        for offset, shape, inside in local_boxes(info, info.unpadded(local)):
-            self._read_into(inside, entry, offset, shape)
-        return local if dtype is None else local.to(dtype)
+        return entry
 
     def read_box(
         self, kind: TensorKind, parameter: str, offset: tuple[int, ...], shape: tuple[int, ...]
@@ -304,22 +330,22 @@ class CheckpointReader:
         """
         entry = self.manifest.tensors[kind.of(parameter)]
         box = torch.zeros(shape, dtype=entry.dtype.as_torch)
-        self._read_into(box, entry, offset, shape)
+        self._read_into(LocalBox(offset, shape, box), entry)
         return box
 
-    def _read_into(
-        self, target: Tensor, entry: TensorEntry, offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> None:
-        """Fill a tensor with a box of a checkpoint's tensor, from all pieces that meet it."""
+    def _read_into(self, box: LocalBox, entry: TensorEntry) -> None:
+        """Fill a box of a checkpoint's tensor, from all pieces that meet it."""
         for part in entry.pieces:
-            common = intersection(offset, shape, part.offset, part.shape)
+            common = intersection(box.offset, box.shape, part.offset, part.shape)
             if common is None:
                 continue
-            inside = tuple(slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True))
+            inside = tuple(
+                slice(a - o, b - o) for (a, b), o in zip(common, box.offset, strict=True)
+            )
             source = tuple(
                 slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True)
             )
-            target[inside].copy_(self._numbers(part, entry.dtype, source))
+            box.tensor[inside].copy_(self._numbers(part, entry.dtype, source))
 
     def _numbers(self, part: PieceEntry, dtype: str, source: tuple[slice, ...]) -> Tensor:
         """Read the box ``source`` of one piece, in the piece's own coordinates."""

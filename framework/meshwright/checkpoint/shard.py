@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.boxes import LocalBox, flat_boxes, local_boxes
 from meshwright.checkpoint.files import MAX_FILE_BYTES, as_checkpoint_error, write_synced
 from meshwright.checkpoint.manifest import (
     Dtype,
@@ -35,13 +36,23 @@ REPORT_SUFFIX = ".shard.json"
 
 
 class TensorPiece(NamedTuple):
-    """One rank's part of one tensor. ``tensor``: any device,
-    without padding (``info.unpadded``).
-    """
+    """One rank's part of one tensor: its whole slice, or consecutive elements of it."""
 
     kind: TensorKind
     info: ParameterInfo
     tensor: Tensor
+    """The slice without padding (``info.unpadded``), or (n,) elements of it; on any device."""
+    start: int | None = None
+    """Position of the first element in the flattened slice, padding included; None:
+    the whole slice.
+    """
+
+    def boxes(self) -> Iterator[LocalBox]:
+        """Yield the boxes of the global tensor in this piece, with views of its elements."""
+        tensor = self.tensor.detach()
+        if self.start is None:
+            return local_boxes(self.info, tensor)
+        return flat_boxes(self.info, self.start, tensor)
 
 
 class ShardReport(StrictModel):
@@ -49,31 +60,6 @@ class ShardReport(StrictModel):
 
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
-
-
-class LocalBox(NamedTuple):
-    """A box of the global tensor that this rank holds,
-    and the view of a local tensor with its elements.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    tensor: Tensor
-
-
-def local_boxes(info: ParameterInfo, tensor: Tensor) -> Iterator[LocalBox]:
-    """Yield the boxes of this rank's slice, one for each of its ranges. ``tensor``: local,
-    without padding.
-    """
-    if info.slice is None:
-        yield LocalBox((0,) * len(info.global_shape), info.global_shape, tensor)
-        return
-    dim, at = info.slice.dim, 0
-    for start, stop in info.slice.ranges:
-        offset, shape = [0] * len(info.global_shape), list(info.global_shape)
-        offset[dim], shape[dim] = start, stop - start
-        yield LocalBox(tuple(offset), tuple(shape), tensor.narrow(dim, at, stop - start))
-        at += stop - start
 
 
 def write_shard(
@@ -88,9 +74,8 @@ def write_shard(
     """Write the pieces as ``<shard_name>-00000.safetensors``, ... and a report beside them,
     and fsync all of it.
 
-    Exactly one rank must provide each element of the model: one tp rank for a tensor that tp
-    replicates, the canonical name for a tied weight, one data-parallel replica for everything.
-    ``publish`` checks it.
+    Exactly one rank must provide each element of the model, under the canonical name of a tied
+    weight. ``publish`` checks it.
 
     Args:
         temporary: Directory of the attempt.
@@ -138,7 +123,7 @@ class _ShardFiles:
         if the piece does not fit into it.
         """
         name = piece.kind.of(piece.info.name)
-        boxes = list(local_boxes(piece.info, piece.tensor.detach()))
+        boxes = list(piece.boxes())
         if name in self.tensors:
             raise CheckpointError(
                 "MW-CHECKPOINT-027",

@@ -150,3 +150,13 @@ def full_weights(bucket: ShardedParameters) -> Tensor:
     if bucket.flat is not None:
         return bucket.flat
     return full_tensor(bucket, bucket.master).to(bucket.dtype)
+
+
+def shard_weights(bucket: ShardedParameters) -> Tensor:
+    """Return this rank's shard (numel/n,) of the weights in the training dtype.
+    No communication.
+    """
+    if bucket.flat is None:
+        return bucket.master.to(bucket.dtype)
+    start, stop = bucket.shard_range
+    return bucket.flat[start:stop]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,27 @@ class BucketSlot(NamedTuple):
     member: StageParameter
     start: int
     stop: int
+
+
+class SlotPart(NamedTuple):
+    """Elements [start, stop) of a flat tensor, all of one parameter."""
+
+    slot: BucketSlot
+    start: int
+    stop: int
+
+    @property
+    def position(self) -> int:
+        """Position of the first element in the parameter's flattened slice, padding included."""
+        return self.start - self.slot.start
+
+
+def slot_parts(slots: Iterable[BucketSlot], start: int, stop: int) -> Iterator[SlotPart]:
+    """Yield the parts of the parameters that lie in [start, stop) of their flat tensor."""
+    for slot in slots:
+        low, high = max(slot.start, start), min(slot.stop, stop)
+        if low < high:
+            yield SlotPart(slot, low, high)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

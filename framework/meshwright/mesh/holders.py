@@ -11,7 +11,7 @@
 
 A gradient is summed over each group in turn: shards, copies of the shard, partial sums, ties. A norm
 counts an element on the rank that is first in every group of copies. A drift check compares the copies
-of each group. A checkpoint gets a parameter from the first shard of what counts in the norm.
+of each group. In a checkpoint the holders of a parameter write a part of it each.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Holders(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """True on the one rank that counts this rank's shard in norms and saves it."""
+        """True on the one rank that counts this rank's shard in norms."""
         is_first = all(group.rank == 0 for group in self.copies)
         return is_first and (self.tied is None or self.tied.is_first)
 
     @property
     def is_saved(self) -> bool:
-        """True on the one rank that saves and reports this rank's slice."""
+        """True on the one rank that reports this rank's slice, and saves what cannot be divided."""
         return self.is_counted and self.shard_group.rank == 0
 
     def range_of(self, numel: int) -> tuple[int, int]:
@@ -90,6 +90,19 @@ class Holders(NamedTuple):
         """
         per_shard = numel // self.shard_group.size
         return self.shard_group.rank * per_shard, (self.shard_group.rank + 1) * per_shard
+
+    def saved_range(self, numel: int) -> tuple[int, int]:
+        """Return the [start, stop) of a flat tensor of ``numel`` elements that this rank writes to a
+        checkpoint: its shard, divided evenly over the ranks with copies of it.
+
+        Of a tied weight, the ranks of the first stage write all. No communication.
+        """
+        start, stop = 0, numel
+        for group in (self.shard_group, *self.copies):
+            size = stop - start
+            start, stop = (start + size * (group.rank + each) // group.size for each in (0, 1))
+        is_written = self.tied is None or self.tied.is_first
+        return (start, stop) if is_written else (start, start)
 
 
 def open_holders(

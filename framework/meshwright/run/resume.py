@@ -21,12 +21,12 @@ from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
+from meshwright.run.pieces import saved_running
 from meshwright.run.tensors import (
     STOP_REASON,
     checkpoint_metadata,
     restore,
     saved_factors,
-    saved_running,
     saved_tensors,
     take_states,
 )

@@ -26,13 +26,14 @@ from meshwright.checkpoint import (
     begin,
     has_checkpoint,
     prune,
-    shard_names,
+    shard_name,
 )
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.tensors import agree_on_states, checkpoint_metadata, pieces, saved_running
+from meshwright.run.pieces import saved_pieces
+from meshwright.run.tensors import agree_on_states, checkpoint_metadata
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
@@ -122,13 +123,8 @@ class Saver:
         head = checkpoint_metadata(
             parts.config, parts.state, parts.data_fingerprint, base, reason, states
         )
-        names = shard_names(mesh.grid)
-        self._attempt = SaveAttempt(
-            self.directory,
-            head,
-            result.attempt,
-            frozenset(name for name in names if name is not None),
-        )
+        names = [shard_name(mesh.grid, rank) for rank in range(mesh.grid.size)]
+        self._attempt = SaveAttempt(self.directory, head, result.attempt, frozenset(names))
         checkpoint = parts.config.checkpoint
         if mesh.rank == 0:  # its writer thread alone syncs and publishes
             self._unsynced += parts.written_files
@@ -136,11 +132,7 @@ class Saver:
         self.writer.start(
             self._attempt,
             names[mesh.rank],
-            self._slab.copy(
-                pieces(
-                    parts.replicas, parts.optimizer, mesh, saved_running(parts), saves_frozen(parts)
-                )
-            ),
+            self._slab.copy(saved_pieces(parts, saves_frozen(parts))),
             is_first=mesh.rank == 0,
             before_publishing=self._sync_files,
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import find
+from meshwright.checkpoint.boxes import local_boxes
 from meshwright.checkpoint.check import intersection
-from meshwright.checkpoint.shard import local_boxes
 from meshwright.config import RunConfig
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError, UserError
@@ -30,6 +30,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.base import check_base_of
 from meshwright.run.directory import START
+from meshwright.run.pieces import saved_running
 from meshwright.run.resume import newest_sound, resume
 from meshwright.run.start_account import (
     StartAccount,
@@ -39,7 +40,7 @@ from meshwright.run.start_account import (
     other_settings,
     takes_adapters,
 )
-from meshwright.run.tensors import saved_running, saved_tensors
+from meshwright.run.tensors import saved_tensors
 from meshwright.run.weight_source import (
     WeightSource,
     candidates_of,

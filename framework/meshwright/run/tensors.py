@@ -1,5 +1,6 @@
-"""Conversion of a run's state for checkpoints: flat shards <-> full tensors by name,
-one bucket at a time.
+"""Metadata of a checkpoint, and the way back from its tensors to this rank's shards.
+
+Of master weights and states a rank reads its own shard alone, of weights what its layout keeps.
 """
 
 from __future__ import annotations
@@ -15,23 +16,19 @@ from torch import Tensor
 from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT
 from meshwright.blueprint import Blueprint
-from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
+from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import SavedTensor
 from meshwright.config import RunConfig, leaves_out_base
-from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharding import ShardedParameters
+from meshwright.data_parallel.sharding import ShardedParameters, slot_parts
 from meshwright.errors import CheckpointError
-from meshwright.mesh.mesh import Mesh
 from meshwright.model.buffers import is_saved
 from meshwright.optimizer import (
     GRADIENT_POINT,
-    evaluated_weights,
     factor_infos,
     factors_of,
     read_record,
-    read_states,
     restore_states,
     saved_states_of,
     state_names,
@@ -39,6 +36,7 @@ from meshwright.optimizer import (
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts, TrainState
+from meshwright.run.pieces import is_of_adapters
 from meshwright.system.bounded import shortened
 
 STOP_REASON, MAX_REASON = "stop_reason", 1000
@@ -62,12 +60,6 @@ def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
     for name in filter(partial(is_saved, layers), blueprint.running):
         buffer = layers.get_buffer(name)
         yield SavedTensor(name, tuple(buffer.shape), buffer.dtype, False)
-
-
-def saved_running(parts: Parts) -> dict[str, Tensor]:
-    """Return the running buffers of this rank's stages that a checkpoint holds, by name."""
-    layers = parts.blueprint.model.layers
-    return {name: buffer for name, buffer in parts.running().items() if is_saved(layers, name)}
 
 
 def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
@@ -165,84 +157,6 @@ def checkpoint_metadata(
     )
 
 
-def load_weights(bucket: ShardedParameters, weights: Tensor, master: Tensor | None) -> None:
-    """Copy this rank's part from full flat tensors (numel,). Master None:
-    masters start from the weights.
-    """
-    start, stop = bucket.shard_range
-    if bucket.flat is not None:
-        bucket.flat.copy_(weights)
-    bucket.master.copy_((weights if master is None else master)[start:stop])
-
-
-def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[TensorPiece]:
-    """Yield the pieces of a flat tensor by parameter, without padding."""
-    for slot in bucket.slots:
-        info = slot.member.info
-        yield TensorPiece(
-            kind, info, info.unpadded(flat[slot.start : slot.stop].view(info.local_shape))
-        )
-
-
-def pieces(
-    replicas: Mapping[int, Replica],
-    optimizer: FlatOptimizer,
-    mesh: Mesh,
-    running: Mapping[str, Tensor],
-    with_frozen: bool = True,
-) -> Iterator[TensorPiece]:
-    """Yield this rank's pieces of a checkpoint. Collective over the shard groups that write:
-    every rank must exhaust it, to all-gather shards.
-
-    One rank yields each piece, that of ``Holders.is_saved``. ``running``: buffers that forward changes,
-    by name.
-    ``with_frozen``: frozen weights too.
-    """
-    if mesh.replicas.rank == 0 and mesh.at.tp_rank == 0:
-        for name, buffer in running.items():
-            yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
-    index = 0
-    for replica in replicas.values():
-        replica.wait_for_weights()
-        for member in replica.frozen:
-            if not with_frozen and not is_adapter(member.info.name):
-                continue
-            if member.holders.is_saved:
-                yield TensorPiece(
-                    TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach())
-                )
-        for bucket in replica.frozen_shards:
-            if (with_frozen or _is_of_adapters(bucket)) and bucket.holders.is_counted:
-                weights = full_weights(bucket)
-                if bucket.holders.is_saved:
-                    yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
-        for bucket in replica.buckets:
-            number, index = index, index + 1
-            states, _ = read_states(optimizer, number)
-            states |= {name: flats[number] for name, flats in optimizer.added.items()}
-            if not bucket.holders.is_counted:
-                continue
-            shards = {TensorKind(name): state for name, state in states.items()}
-            evaluated = evaluated_weights(optimizer, number)
-            if bucket.is_mixed_precision:
-                shards[TensorKind.MASTER] = evaluated
-            is_own = evaluated is bucket.master
-            if is_own:
-                weights = full_weights(bucket)
-            else:
-                weights = full_tensor(bucket, evaluated.to(bucket.dtype))
-            if bucket.holders.is_saved:
-                yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
-            del weights
-            for kind, shard in shards.items():
-                flat = full_tensor(bucket, shard)
-                if bucket.holders.is_saved:
-                    yield from flat_pieces(kind, bucket, flat)
-            if bucket.holders.is_saved and mesh.at.tp_rank == 0:  # every holder has whole ones
-                for name, info, tensor in factors_of(optimizer, number):
-                    yield TensorPiece(TensorKind(name), info, tensor)
-
-
 def restore(
     checkpoint: CheckpointReader,
     replicas: Mapping[int, Replica],
@@ -273,6 +187,7 @@ def restore(
         buffer.copy_(saved)
     is_apart = bool(optimizer_steps) and GRADIENT_POINT in saved_states_of(optimizer.config)
     stepped = TensorKind(GRADIENT_POINT) if is_apart else TensorKind.WEIGHTS
+    has_masters = not is_fresh and stepped == TensorKind.WEIGHTS
     index = 0
     for replica in replicas.values():
         for member in replica.frozen:
@@ -281,47 +196,82 @@ def restore(
             found = _read(checkpoint, TensorKind.WEIGHTS, member.info, member.parameter.dtype)
             member.parameter.data.copy_(found.view(member.info.local_shape))
         for bucket in replica.frozen_shards:
-            if adapted if _is_of_adapters(bucket) else has_base:
-                load_weights(bucket, _read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), None)
+            if adapted if is_of_adapters(bucket) else has_base:
+                _restore_weights(checkpoint, bucket, TensorKind.WEIGHTS, has_master=False)
         for bucket in replica.buckets:
-            start, stop = bucket.shard_range
-            if is_fresh and _is_of_adapters(bucket) and not adapted:
-                index += 1
-                continue
-            with torch.no_grad():
-                has_master = (
-                    bucket.is_mixed_precision and not is_fresh and stepped == TensorKind.WEIGHTS
-                )
-                master = _read_bucket(checkpoint, TensorKind.MASTER, bucket) if has_master else None
-                load_weights(bucket, _read_bucket(checkpoint, stepped, bucket), master)
-            if optimizer_steps:
-                states = {
-                    name: _read_bucket(checkpoint, TensorKind(name), bucket)[start:stop].clone()
-                    for name in state_names(optimizer, index)
-                }
-                restore_states(optimizer, index, states, optimizer_steps)
-                for name, info, tensor in factors_of(optimizer, index):
-                    tensor.copy_(_read(checkpoint, TensorKind(name), info, tensor.dtype))
-            for name, flats in optimizer.added.items():
-                kind = TensorKind(name)
-                is_saved = bool(checkpoint.parameters(kind))
-                flats[index].copy_(
-                    _read_bucket(checkpoint, kind, bucket)[start:stop]
-                    if is_saved
-                    else bucket.master
-                )
+            if not is_fresh or adapted or not is_of_adapters(bucket):
+                has_master = has_masters and bucket.is_mixed_precision
+                _restore_weights(checkpoint, bucket, stepped, has_master=has_master)
+                _restore_states(checkpoint, bucket, optimizer, index, optimizer_steps)
             index += 1
 
 
-def _is_of_adapters(bucket: ShardedParameters) -> bool:
-    """Return whether all parameters of a bucket are an adapter's."""
-    return all(is_adapter(slot.member.info.name) for slot in bucket.slots)
+@torch.no_grad()
+def _restore_weights(
+    checkpoint: CheckpointReader,
+    bucket: ShardedParameters,
+    stepped: TensorKind,
+    *,
+    has_master: bool,
+) -> None:
+    """Load the weights of a bucket, and this rank's shard of the master weights.
+
+    Args:
+        stepped: kind of the tensors that the optimizer stepped when it had no master weights.
+        has_master: False: master weights start as copies of the weights.
+    """
+    shard_range = bucket.shard_range
+    if bucket.flat is None:
+        kind = TensorKind.MASTER if has_master else stepped
+        bucket.master.copy_(_read_range(checkpoint, kind, bucket, shard_range))
+        return
+    weights = _read_range(checkpoint, stepped, bucket, (0, bucket.numel))
+    bucket.flat.copy_(weights)
+    if has_master:
+        bucket.master.copy_(_read_range(checkpoint, TensorKind.MASTER, bucket, shard_range))
+    else:
+        bucket.master.copy_(weights[slice(*shard_range)])
+
+
+def _restore_states(
+    checkpoint: CheckpointReader,
+    bucket: ShardedParameters,
+    optimizer: FlatOptimizer,
+    index: int,
+    optimizer_steps: int,
+) -> None:
+    """Load this rank's shard of the states of the optimizer and of callbacks.
+
+    ``index``: of the bucket's shard in the optimizer.
+    """
+    shard_range = bucket.shard_range
+    if optimizer_steps:
+        states = {
+            name: _read_range(checkpoint, TensorKind(name), bucket, shard_range)
+            for name in state_names(optimizer, index)
+        }
+        restore_states(optimizer, index, states, optimizer_steps)
+        for name, info, tensor in factors_of(optimizer, index):
+            tensor.copy_(_read(checkpoint, TensorKind(name), info, tensor.dtype))
+    for name, shards in optimizer.added.items():
+        kind = TensorKind(name)
+        is_saved = bool(checkpoint.parameters(kind))
+        shards[index].copy_(
+            _read_range(checkpoint, kind, bucket, shard_range) if is_saved else bucket.master
+        )
 
 
 def _read(
     checkpoint: CheckpointReader, kind: TensorKind, info: ParameterInfo, dtype: torch.dtype
 ) -> Tensor:
     found = checkpoint.read(kind, info, dtype)
+    return _found(found, checkpoint, kind, info)
+
+
+def _found(
+    found: Tensor | None, checkpoint: CheckpointReader, kind: TensorKind, info: ParameterInfo
+) -> Tensor:
+    """Return a tensor that was read. Raises CheckpointError: the checkpoint has none of its kind."""
     if found is None:
         raise CheckpointError(
             "MW-RUN-029",
@@ -331,16 +281,20 @@ def _read(
     return found
 
 
-def _read_bucket(
-    checkpoint: CheckpointReader, kind: TensorKind, bucket: ShardedParameters
+def _read_range(
+    checkpoint: CheckpointReader,
+    kind: TensorKind,
+    bucket: ShardedParameters,
+    bucket_range: tuple[int, int],
 ) -> Tensor:
-    """Read one kind of tensor for all parameters of a bucket, flat, in the dtype of the optimizer;
-    padding zero.
+    """Read elements [start, stop) of a bucket, flat, in the dtype of the optimizer; padding zero.
+
+    No other elements are read.
     """
-    like = bucket.master
-    flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
-    for slot in bucket.slots:
-        flat[slot.start : slot.stop] = (
-            _read(checkpoint, kind, slot.member.info, like.dtype).to(like.device).reshape(-1)
-        )
+    start, stop = bucket_range
+    flat = torch.zeros(stop - start, dtype=bucket.master.dtype, device=bucket.master.device)
+    for part in slot_parts(bucket.slots, start, stop):
+        info, size = part.slot.member.info, part.stop - part.start
+        read = checkpoint.read_range(kind, info, part.position, part.position + size)
+        flat[part.start - start : part.stop - start] = _found(read, checkpoint, kind, info)
     return flat

@@ -30,9 +30,9 @@ from meshwright.optimizer import evaluating
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.observers import total_loss
+from meshwright.run.pieces import saved_pieces
 from meshwright.run.resume import resume
 from meshwright.run.saving import Saver
-from meshwright.run.tensors import pieces, saved_running
 from meshwright.step import take_step
 from meshwright.tracking.observer import hooks_of, step_key
 from meshwright.verify.checksums import checksum
@@ -255,7 +255,7 @@ def _state_of(parts: Parts) -> dict[str, object]:
         f"state.{each.name}": getattr(parts.state, each.name) for each in fields(parts.state)
     }
     found["the optimizer's count of steps"] = parts.optimizer.num_steps
-    for piece in pieces(parts.replicas, parts.optimizer, parts.mesh, saved_running(parts)):
+    for piece in saved_pieces(parts):
         found[f"{piece.kind} of {piece.info.name}"] = checksum((), piece.tensor.detach().cpu())
     return found
 

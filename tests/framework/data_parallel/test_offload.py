@@ -24,7 +24,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parts import Parts
-from meshwright.run.tensors import pieces
+from meshwright.run.pieces import saved_pieces
 from meshwright.step import take_step
 from meshwright.verify import layout_config, parse_layout
 from meshwright.verify.rank import open_verify_source
@@ -49,7 +49,7 @@ def trained(
     """(losses of three steps, all that a checkpoint would have of this rank)."""
     parts = built(config_json)
     losses = [take_step(parts).loss for _ in range(3)]
-    found = pieces(parts.replicas, parts.optimizer, parts.mesh, parts.running())
+    found = saved_pieces(parts)
     return losses, {(piece.kind, piece.info.name): piece.tensor.clone() for piece in found}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapters.fingerprint import base_sum
-from meshwright.checkpoint.shard import local_boxes
+from meshwright.checkpoint.boxes import local_boxes
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.matrix_plan import with_matrices
 from meshwright.optimizer.rounded import whole_positions
