@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory, temporary_directory
 from meshwright.checkpoint.manifest import CheckpointMetadata, TensorKind
@@ -28,8 +29,18 @@ from meshwright.checkpoint.save import publish
 from meshwright.checkpoint.shard import REPORT_SUFFIX, TensorPiece, write_shard
 from meshwright.errors import CheckpointError
 
-POLL_S = 0.02, 0.5
-"""Seconds between polls for reports on rank 0: first and maximal pause."""
+POLL_S = 0.001, 0.5
+"""Shortest and longest pause between two polls, in seconds."""
+REMOVAL_PAUSE_S = 0.5
+"""Seconds between two attempts to remove files that another rank may still write."""
+
+
+def next_pause_s(start_s: float) -> float:
+    """Return the pause before the next poll of work begun at ``start_s`` (``time.monotonic``):
+    a twentieth of the time that it has taken, so that its end is seen at most 5 % late.
+    """
+    shortest_s, longest_s = POLL_S
+    return min(max((time.monotonic() - start_s) / 20, shortest_s), longest_s)
 
 
 @dataclass(frozen=True)
@@ -241,11 +252,10 @@ class AsyncWriter:
 def _all_written(attempt: SaveAttempt, abandoned: threading.Event) -> bool:
     """Block until the reports of all shards exist. Return False if the attempt was abandoned."""
     wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
-    pause_s, longest_s = POLL_S
+    start_s = time.monotonic()
     while not wanted <= {path.name for path in attempt.temporary.glob(f"*{REPORT_SUFFIX}")}:
-        if abandoned.wait(pause_s):
+        if abandoned.wait(next_pause_s(start_s)):
             return False
-        pause_s = min(2 * pause_s, longest_s)
     return not abandoned.is_set()
 
 
@@ -258,11 +268,20 @@ def check_finite(pieces: Iterable[TensorPiece]) -> None:
     pieces = list(pieces)
     trained = {piece.info.name for piece in pieces if piece.kind != TensorKind.WEIGHTS}
     for piece in pieces:
-        if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
+        if piece.info.name in trained and not is_finite(piece.tensor):
             raise CheckpointError(
                 "MW-CHECKPOINT-001",
                 f"{piece.kind.of(piece.info.name)} contains NaN or Inf: not saved",
             )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a host tensor has neither NaN nor Inf.
+
+    Both reach the smallest or the largest element. torch.isfinite(tensor).all() takes 25 times as
+    long on a CPU, and twice as long as the hashes of a checkpoint.
+    """
+    return tensor.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
 
 
 def remove_attempt(attempt: SaveAttempt) -> None:
@@ -278,4 +297,4 @@ def remove_attempt(attempt: SaveAttempt) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         if not aside.exists():
             return
-        time.sleep(POLL_S[1])
+        time.sleep(REMOVAL_PAUSE_S)

@@ -23,11 +23,13 @@ from meshwright.checkpoint import (
     AsyncWriter,
     HostSlab,
     SaveAttempt,
+    TensorPiece,
     begin,
     has_checkpoint,
     prune,
     shard_name,
 )
+from meshwright.checkpoint.async_writer import next_pause_s
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
@@ -38,8 +40,6 @@ from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
 """Attempts to recreate a directory that is lost at the end of a run."""
-MAX_PAUSE_S = 0.5
-"""Maximal pause between two polls while all ranks wait for their writer threads."""
 
 
 class _BeginResult(NamedTuple):
@@ -132,13 +132,21 @@ class Saver:
         self.writer.start(
             self._attempt,
             names[mesh.rank],
-            self._slab.copy(saved_pieces(parts, saves_frozen(parts))),
+            self._host_pieces(),
             is_first=mesh.rank == 0,
             before_publishing=self._sync_files,
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
         )
         if not checkpoint.asynchronous:
             self.finish()
+
+    def _host_pieces(self) -> list[TensorPiece]:
+        """Return this rank's pieces in host memory, which no step changes until they are written."""
+        own = saved_pieces(self.parts, saves_frozen(self.parts))
+        is_on_host = self.parts.mesh.device.type == "cpu"
+        if is_on_host and not self.parts.config.checkpoint.asynchronous:
+            return list(own)  # the next step waits until they are written
+        return self._slab.copy(own)
 
     def check(self, not_written: bool) -> None:
         """React to the flags of a step; ``not_written``: the share of some rank has failed.
@@ -301,8 +309,9 @@ class Saver:
                 ``launch.timeout_s``.
         """
         parts, mesh = self.parts, self.parts.mesh
-        limit_s, pause_s = parts.config.launch.timeout_s, 0.001
-        before, since_s = -1.0, time.monotonic()
+        limit_s = parts.config.launch.timeout_s
+        before, start_s = -1.0, time.monotonic()
+        since_s = start_s
         while True:
             stuck = time.monotonic() - since_s > limit_s and not self.writer.is_share_done()
             own = [not done(), self.writer.failed(), stuck, self.writer.written_bytes]
@@ -321,8 +330,7 @@ class Saver:
             if written != before:
                 before, since_s = written, time.monotonic()
             mesh.activity.begin("writing a checkpoint")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            time.sleep(next_pause_s(start_s))
 
     def _problems(self) -> list[str]:
         """Return the problems by rank. Collective over all ranks."""
