@@ -60,7 +60,7 @@ def check_manifest(metadata: CheckpointMetadata, weights: Iterable[SavedTensor])
     Raises:
         ConfigError: The manifest cannot be written or read back; the message contains the reason.
     """
-    file = "pp0-tp0-00000.safetensors"
+    file = "pp0-dp0-tp0-00000.safetensors"
     tensors: dict[str, TensorEntry] = {}
     try:
         for weight in weights:
