@@ -62,7 +62,7 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
     """Return the failure record of an exception: the message alone for a user error,
     else also the traceback.
     """
-    lost_peer = _lost_peer(error)
+    lost_peer = has_lost_peer(error)
     if isinstance(error, UserError):
         return FailureRecord(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
     message = "".join(traceback.format_exception_only(error)).strip()
@@ -71,7 +71,7 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
     return FailureRecord(rank, time.monotonic(), message, trace, exit_code, lost_peer)
 
 
-def _lost_peer(error: BaseException | None) -> bool:
+def has_lost_peer(error: BaseException | None) -> bool:
     """Return True for an error of communication: the framework's own type,
     or a plain RuntimeError of torch.
     """

@@ -61,7 +61,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
     return _exit_code_of(
         lambda: restarts.run_with_restarts(
-            lambda: local.launch(work, checked),
+            lambda: local.launch(work, checked, recovers=True),
             checked.launch.max_restarts,
             directory,
             lambda text: tell(f"meshwright: {text}"),

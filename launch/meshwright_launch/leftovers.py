@@ -31,7 +31,10 @@ MAX_PATH_LENGTH = 60
 the kernel allows 107 in all.
 """
 
-_own: dict[int, tuple[Path, FileLock]] = {}
+MEMORY = Path("/dev/shm")
+"""File system in memory."""
+
+_own: dict[tuple[int, Path], tuple[Path, FileLock]] = {}
 
 
 def own_directory() -> Path:
@@ -40,17 +43,28 @@ def own_directory() -> Path:
 
     The socket of multiprocessing's fork server goes there too.
     """
+    path = _own_directory(_temporary_directory())
+    # multiprocessing.util.get_temp_dir puts its sockets there, instead of a directory of its own
+    multiprocessing.process.current_process()._config.setdefault("tempdir", str(path))  # type: ignore[attr-defined]
+    return path
+
+
+def memory_directory() -> Path:
+    """Return this process's directory in the file system in memory, made and removed as
+    :func:`own_directory`. Raises OSError: there is no such file system.
+    """
+    return _own_directory(MEMORY)
+
+
+def _own_directory(place: Path) -> Path:
     pid = os.getpid()
-    if pid not in _own:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_directory()))
+    if (pid, place) not in _own:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         lock = FileLock(path, DIRECTORY_FLAGS)
         lock.take()
-        _own[pid] = path, lock
-        # multiprocessing.util.get_temp_dir puts its sockets there, instead of a directory of its
-        # own
-        multiprocessing.process.current_process()._config.setdefault("tempdir", str(path))  # type: ignore[attr-defined]
-        atexit.register(_remove_own, pid)
-    return _own[pid][0]
+        _own[pid, place] = path, lock
+        atexit.register(_remove_own, pid, place)
+    return _own[pid, place][0]
 
 
 def _temporary_directory() -> Path:
@@ -59,16 +73,17 @@ def _temporary_directory() -> Path:
     return path if len(os.fsencode(path)) <= MAX_PATH_LENGTH else Path("/tmp")
 
 
-def _remove_own(pid: int) -> None:
+def _remove_own(pid: int, place: Path) -> None:
     if os.getpid() == pid:  # a forked child must leave its parent's directory alone
-        shutil.rmtree(_own[pid][0], ignore_errors=True)
+        shutil.rmtree(_own[pid, place][0], ignore_errors=True)
 
 
 def remove_leftovers() -> None:
     """Remove this user's launcher directories whose lock is free; never another user's,
     never through a link.
     """
-    for entry in _temporary_directory().glob(f"{PREFIX}*"):
+    places = (_temporary_directory(), MEMORY)
+    for entry in (entry for place in places for entry in place.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             status = entry.lstat()
             is_own = why_not_own(entry) is None and status.st_uid == os.getuid()

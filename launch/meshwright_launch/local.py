@@ -24,10 +24,10 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.config import Launch, RunConfig
 from meshwright.errors import ConfigError, MeshError
@@ -36,8 +36,11 @@ from meshwright.system.process import SIGNALS, end_process, ignored_signals
 from meshwright_launch.environment import check_port
 from meshwright_launch.failure import RankFailed, build_error, describe, read_failures
 from meshwright_launch.forking import warm_up
-from meshwright_launch.leftovers import own_directory
+from meshwright_launch.leftovers import MEMORY, memory_directory, own_directory
 from meshwright_launch.rank import LocalRank, Work, run_rank, set_threads
+
+if TYPE_CHECKING:  # it imports torch, and the launcher starts the fork server first
+    from meshwright_launch.recovery import Recovery
 
 LOOPBACK = "127.0.0.1"
 MAX_RANKS = 1024
@@ -49,6 +52,8 @@ POLL_S = 1.0
 """Interval in seconds in which the launcher looks for signal handlers of ranks,
 until all have one.
 """
+RECOVERY_POLL_S = 0.1
+"""Interval in seconds in which the launcher looks at a recovery."""
 SHUTDOWN_S = 3
 """Time for the remaining ranks to end by themselves after a failure."""
 
@@ -74,12 +79,13 @@ def has_children(launch: Launch) -> bool:
     return launch.processes != 1 or launch.max_restarts > 0
 
 
-def launch(work: Work, config: RunConfig) -> None:
+def launch(work: Work, config: RunConfig, *, recovers: bool = False) -> None:
     """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine;
     block until all have ended.
 
     ``config`` is resolved. ``work`` is pickled by name. A single rank runs in this process, unless
-    it may have to be restarted.
+    it may have to be restarted. ``recovers``: ``work`` takes part in recoveries in place
+    (``watch.mirror``).
 
     Raises:
         MeshError: the port in MASTER_PORT is taken, or the launcher cannot listen on loopback.
@@ -125,10 +131,29 @@ def launch(work: Work, config: RunConfig) -> None:
         ignored = ignored_signals()
         stack.enter_context(forwarder.installed({*SIGNALS, signal.SIGQUIT}.difference(ignored)))
         warm_up(config, work.__module__)
-        _, bound = stack.enter_context(_open_store(port, num_ranks))
+        store, bound = stack.enter_context(_open_store(port, num_ranks))
+        mirror = stack.enter_context(_open_mirror()) if recovers and config.watch.mirror else None
+
+        def start(rank: int, generation: int) -> Any:
+            place = LocalRank(
+                rank,
+                num_ranks,
+                LOOPBACK,
+                bound,
+                generation,
+                None if mirror is None else str(mirror),
+            )
+            return _start(work, config, place, logs, records, ignored)
+
+        recovery = None
+        if mirror is not None:
+            from meshwright_launch.recovery import Recovery
+
+            limit, directory = config.launch.max_restarts, run_directory(config.run)
+            recovery = Recovery(store, start, num_ranks, limit, directory)
         try:
-            ranks = _start(work, config, bound, logs, records, ignored)
-            _watch(ranks, records, logs, forwarder.all_listen)
+            ranks = [start(rank, 0) for rank in range(num_ranks)]
+            _watch(ranks, records, logs, forwarder, recovery)
         except RankFailed as failed:
             failed.is_requested = forwarder.has_forwarded
             raise
@@ -159,45 +184,62 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
     yield store, bound
 
 
+@contextlib.contextmanager
+def _open_mirror() -> Iterator[Path]:
+    """Make a directory in memory for the block."""
+    try:
+        mirror = memory_directory() / f"mirror-{time.monotonic_ns()}"
+        mirror.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            "MW-LAUNCH-115",
+            f"watch.mirror = true needs a file system in memory, and {MEMORY} cannot be written:"
+            f" {error.strerror}. Mount one (a container's --shm-size), or leave watch.mirror out",
+        ) from None
+    try:
+        yield mirror
+    finally:
+        shutil.rmtree(mirror, ignore_errors=True)
+
+
 def _start(
     work: Work,
     config: RunConfig,
-    port: int,
+    place: LocalRank,
     logs: Path,
     records: Path,
     ignored: list[signal.Signals],
-) -> list[Any]:
-    """Fork all ranks; return their processes by rank.
+) -> Any:
+    """Fork one rank; return its process.
 
     Raises:
         RankFailed: the fork server has died meanwhile.
     """
-    context = multiprocessing.get_context("forkserver")
-    num_ranks = config.launch.processes
-    assert isinstance(num_ranks, int)
-    ranks = []
-    for rank in range(num_ranks):
-        place = LocalRank(rank, num_ranks, LOOPBACK, port)
-        process = context.Process(
-            target=run_rank,
-            args=(work, config, str(logs), str(records), ignored, place),
-            name=f"rank-{rank}",
-        )
-        try:
-            process.start()
-        except (OSError, EOFError) as error:
-            raise _server_gone(
-                f"while it started rank {rank} ({error or type(error).__name__})", rank
-            ) from None
-        ranks.append(process)
-    return ranks
+    process = multiprocessing.get_context("forkserver").Process(
+        target=run_rank,
+        args=(work, config, str(logs), str(records), ignored, place),
+        name=f"rank-{place.rank}",
+    )
+    try:
+        process.start()
+    except (OSError, EOFError) as error:
+        raise _server_gone(
+            f"while it started rank {place.rank} ({error or type(error).__name__})", place.rank
+        ) from None
+    return process
 
 
-def _watch(ranks: Sequence[Any], records: Path, logs: Path, all_listen: Callable[[], bool]) -> None:
+def _watch(
+    ranks: list[Any],
+    records: Path,
+    logs: Path,
+    forwarder: _SignalForwarder,
+    recovery: Recovery | None,
+) -> None:
     """Block until all ranks have exited,
     or until one has failed and the others were ended after it.
 
-    Calls ``all_listen`` until it returns True.
+    With ``recovery`` failed ranks are replaced, in ``ranks`` too, as long as that is possible.
 
     Raises:
         RankFailed: a rank failed, all have saved and exited on request, or the fork server was
@@ -205,16 +247,27 @@ def _watch(ranks: Sequence[Any], records: Path, logs: Path, all_listen: Callable
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while running:
-        changed = wait(list(running), None if all_listen() else POLL_S)
+        is_pending = recovery is not None and recovery.is_pending
+        limit_s = RECOVERY_POLL_S if is_pending else None if forwarder.all_listen() else POLL_S
+        changed = wait(list(running), limit_s)
         ended = sorted(running.pop(sentinel) for sentinel in changed if sentinel in running)
         failed = [rank for rank in ended if ranks[rank].exitcode]
-        if failed:
-            codes = {rank: ranks[rank].exitcode for rank in failed}
+        codes = {rank: ranks[rank].exitcode for rank in failed}
+        has_finished = any(process.exitcode == 0 for process in ranks)
+        is_possible = not (has_finished or forwarder.has_forwarded)
+        if failed and recovery is not None and is_possible and recovery.is_possible(codes.values()):
+            for rank in recovery.replace(ranks, failed):
+                (records / f"{rank}.json").unlink(missing_ok=True)  # the failure that was repaired
+            forwarder.forget(process.pid for process in ranks)
+            running = {process.sentinel: rank for rank, process in enumerate(ranks)}
+        elif failed:
             _end_all(ranks)
             failures = read_failures(records)
             if not failures and codes[failed[0]] == UNKNOWN_EXIT:
                 raise _server_gone("and all ranks with it", failed[0])
             raise build_error(failed[0], codes[failed[0]], failures, logs)
+        elif recovery is not None and recovery.is_pending:
+            recovery.check(ranks)
     for record in read_failures(records):  # no rank failed: all have saved and exited on request
         raise RankFailed(record.message, record.rank, record.exit_code)
 
@@ -286,6 +339,16 @@ class _SignalForwarder:
             with contextlib.suppress(FileNotFoundError):
                 self._pids |= {int(place.name) for place in self._listening.iterdir()}
         return len(self._pids) >= self._num_ranks
+
+    def forget(self, alive: Iterable[int]) -> None:
+        """Keep the ranks among these process ids: a process that replaces another has no handler
+        yet.
+        """
+        known = set(alive)
+        self._pids &= known
+        for place in self._listening.iterdir():
+            if int(place.name) not in known:
+                place.unlink(missing_ok=True)
 
     def _handle(self, signum: int, frame: object) -> None:
         """Forward the first signal to all ranks; raise Interrupted on SIGQUIT,

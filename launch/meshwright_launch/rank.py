@@ -28,6 +28,13 @@ from meshwright.terminal.output import make_printable, tell
 from meshwright_launch.failure import LOG_HEAD, FailureRecord, describe, write_failure
 from meshwright_launch.forking import die_with_parent
 
+GENERATION = "MESHWRIGHT_GENERATION"
+"""Environment variable with the number of the launch of this run's ranks; set where the launcher
+recovers in place.
+"""
+MIRROR = "MESHWRIGHT_MIRROR"
+"""Environment variable with the directory of the mirror in memory."""
+
 Work = Callable[[RunConfig, GiveUp], None]
 """Function that a rank runs, given its configuration and a function that ends the process
 if the main thread hangs.
@@ -50,6 +57,10 @@ class LocalRank(NamedTuple):
     world_size: int
     host: str
     port: int
+    generation: int = 0
+    """Number of this launch of the ranks: above 0 a process that replaces another."""
+    mirror: str | None = None
+    """Directory of the mirror in memory; None: the launcher does not recover in place."""
 
     def variables(self) -> dict[str, str]:
         """Return the environment of ``torch.distributed`` for a client of the launcher's store.
@@ -69,6 +80,11 @@ class LocalRank(NamedTuple):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": loopback(),
             "NCCL_SOCKET_IFNAME": loopback(),
+            **(
+                {}
+                if self.mirror is None
+                else {GENERATION: str(self.generation), MIRROR: self.mirror}
+            ),
         }
 
 

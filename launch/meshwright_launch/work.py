@@ -71,6 +71,7 @@ from meshwright_launch.callbacks import (
     find_callbacks,
     make_callbacks,
 )
+from meshwright_launch.recovery import Rejoin
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
@@ -107,14 +108,35 @@ def work(
             ``train.callbacks``.
     """
     config = resolve(config, environment_rank()[1])
-    mesh = open_run_mesh(config.parallel, config.launch, config.train.device)
-    with open_run_files(config.run, mesh, config.launch.threads) as files:
-        _train_in(files, config, mesh, give_up, observers)
+    # observers that a script has made belong to one start
+    rejoin = None if observers else Rejoin.from_environment()
+    while True:
+        try:
+            _work_once(config, give_up, observers, rejoin)
+            return
+        except Exception as error:
+            if rejoin is None or not rejoin.is_wanted(error):
+                raise
+        rejoin.leave()  # outside: the error refers to all parts of the rank
 
 
-def open_run_mesh(parallel: Parallel, launch: Launch, device: str) -> Mesh:
+def _work_once(
+    config: RunConfig, give_up: GiveUp, observers: Sequence[Observer], rejoin: Rejoin | None
+) -> None:
+    """Run one rank until the end of training, or until a rank is lost."""
+    store = None if rejoin is None else rejoin.open_store()
+    mesh = open_run_mesh(config.parallel, config.launch, config.train.device, store)
+    with contextlib.ExitStack() as stack:
+        if rejoin is not None:
+            rejoin.report("groups")
+            stack.enter_context(rejoin.guarded())
+        files = stack.enter_context(open_run_files(config.run, mesh, config.launch.threads))
+        _train_in(files, config, mesh, give_up, observers, rejoin)
+
+
+def open_run_mesh(parallel: Parallel, launch: Launch, device: str, store: object = None) -> Mesh:
     """Open the mesh of a resolved configuration. Collective over all ranks; blocks.
-    ``device``: ``train.device``.
+    ``device``: ``train.device``; ``store``: of the rendezvous, None: that of the environment.
     """
     return open_mesh(
         Grid.of(parallel.degrees),
@@ -123,6 +145,7 @@ def open_run_mesh(parallel: Parallel, launch: Launch, device: str) -> Mesh:
         tp_across_nodes=parallel.tp_across_nodes,
         ep_across_nodes=parallel.ep_across_nodes,
         share_devices=launch.share_devices,
+        store=store,
     )
 
 
@@ -141,7 +164,12 @@ def open_run_files(run: Run, mesh: Mesh, threads: int) -> Iterator[RunFiles]:
 
 
 def _train_in(
-    files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, observers: Sequence[Observer]
+    files: RunFiles,
+    config: RunConfig,
+    mesh: Mesh,
+    give_up: GiveUp,
+    observers: Sequence[Observer],
+    rejoin: Rejoin | None,
 ) -> None:
     """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
@@ -163,8 +191,13 @@ def _train_in(
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
     check_added_states(parts, directory)
-    resume_or_start(parts, directory, log, callbacks.names)
+    if rejoin is not None:
+        rejoin.report("built")
+    mirror = None if rejoin is None else rejoin.mirror
+    resume_or_start(parts, directory, log, callbacks.names, mirror)
     callbacks.load(parts)
+    if rejoin is not None:
+        rejoin.report("restored")
     for line in (describe_balance(parts), describe_rows(parts)) if mesh.rank == 0 else ():
         if line:
             log(line)
@@ -188,7 +221,8 @@ def _train_in(
                     all_observers = observe(
                         parts, files, tracker, request, log, callbacks, corpus_files
                     )
-                    train(parts, [*all_observers, GarbageCollection(collector)])
+                    mirrors = [] if rejoin is None else rejoin.observers(parts)
+                    train(parts, [*all_observers, *mirrors, GarbageCollection(collector)])
                 else:
                     _report_finished(parts, log)
         except Preempted:

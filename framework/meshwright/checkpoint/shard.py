@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +47,43 @@ class TensorPiece(NamedTuple):
     the whole slice.
     """
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements."""
+        return self.tensor.numel() * self.tensor.element_size()
+
     def boxes(self) -> Iterator[LocalBox]:
         """Yield the boxes of the global tensor in this piece, with views of its elements."""
         tensor = self.tensor.detach()
         if self.start is None:
             return local_boxes(self.info, tensor)
         return flat_boxes(self.info, self.start, tensor)
+
+
+def describe(piece: TensorPiece, file: str) -> tuple[str, TensorEntry, dict[str, Tensor]]:
+    """Return the name of a piece's tensor, its part of the manifest, and the views of its boxes by
+    their keys in ``file``.
+
+    Raises:
+        CheckpointError: a checkpoint cannot hold its dtype.
+    """
+    name = piece.kind.of(piece.info.name)
+    dtype = Dtype.of(piece.tensor.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            "MW-CHECKPOINT-028",
+            f"tensor {name!r}: a checkpoint cannot hold dtype {piece.tensor.dtype}",
+        )
+    boxes = list(piece.boxes()) if piece.num_bytes else []
+    entries: list[PieceEntry] = []
+    views: dict[str, Tensor] = {}
+    for index, (offset, shape, tensor) in enumerate(boxes):
+        key = f"{name}/{index}" if len(boxes) > 1 else name
+        assert tuple(tensor.shape) == shape, (key, tuple(tensor.shape), shape)
+        entries.append(PieceEntry(file=file, key=key, offset=offset, shape=shape))
+        views[key] = tensor
+    entry = TensorEntry(shape=piece.info.global_shape, dtype=dtype, pieces=tuple(entries))
+    return name, entry, views
 
 
 class ShardReport(StrictModel):
@@ -122,36 +153,22 @@ class _ShardFiles:
         """Store a piece for the next file; write the current file first
         if the piece does not fit into it.
         """
-        name = piece.kind.of(piece.info.name)
-        boxes = list(piece.boxes())
+        if self._pending_bytes + piece.num_bytes > self._max_file_bytes:
+            self.flush()
+        name, entry, boxes = describe(piece, self._file_name())
         if name in self.tensors:
             raise CheckpointError(
                 "MW-CHECKPOINT-027",
                 f"{self._temporary}: shard {self._shard_name} got the tensor {name!r} twice: tied"
                 " weights are saved once, under the first name of their tie",
             )
-        dtype = Dtype.of(piece.tensor.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                "MW-CHECKPOINT-028",
-                f"tensor {name!r}: a checkpoint cannot hold dtype {piece.tensor.dtype}",
-            )
-        num_bytes = piece.tensor.numel() * piece.tensor.element_size()
-        if self._pending_bytes + num_bytes > self._max_file_bytes:
-            self.flush()
-        parts: list[PieceEntry] = []
-        for index, (offset, shape, tensor) in enumerate(boxes if num_bytes else ()):
-            key = f"{name}/{index}" if len(boxes) > 1 else name
-            assert tuple(tensor.shape) == shape, (key, tuple(tensor.shape), shape)
-            parts.append(PieceEntry(file=self._file_name(), key=key, offset=offset, shape=shape))
+        for key, tensor in boxes.items():
             is_ready = copied and tensor.is_contiguous()
             self._pending[key] = (
-                tensor if is_ready else torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
+                tensor if is_ready else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
             )
-        self._pending_bytes += num_bytes
-        self.tensors[name] = TensorEntry(
-            shape=piece.info.global_shape, dtype=dtype, pieces=tuple(parts)
-        )
+        self._pending_bytes += piece.num_bytes
+        self.tensors[name] = entry
 
     def flush(self) -> None:
         """Write the pending pieces as the shard's next file. Blocks until it is on the disk."""
@@ -175,14 +192,30 @@ def write_safetensors(
         | u64: length of the header | JSON header, padded with spaces to 8 bytes | bytes of the tensors, end to end |
 
     This replaces ``safetensors.save_file``, so that the bytes are hashed while writing and fsynced.
+    """
+    header, ordered = lay_out(tensors)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield header
+        for tensor in ordered.values():
+            for part in torch.split(tensor.reshape(-1).view(torch.uint8), BYTES_AT_ONCE):
+                yield part.numpy().data
+                on_bytes(part.numel())
+
+    return write_synced(path, chunks())
+
+
+def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Tensor]]:
+    """Return the header of a safetensors file, and the tensors in the order of their bytes.
+
     Tensors with wide elements come first, as in the library. Every tensor is then aligned to its
     own element size.
     """
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     header: dict[str, object] = {}
     start = 0
-    for name, tensor in ordered:
+    for name, tensor in ordered.items():
         stop = start + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": Dtype.of(tensor.dtype),
@@ -192,12 +225,4 @@ def write_safetensors(
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for _, tensor in ordered:
-            for part in torch.split(tensor.reshape(-1).view(torch.uint8), BYTES_AT_ONCE):
-                yield part.numpy().data
-                on_bytes(part.numel())
-
-    return write_synced(path, chunks())
+    return len(text).to_bytes(8, "little") + text, ordered

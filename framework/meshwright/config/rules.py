@@ -222,6 +222,15 @@ def _most_skipped(config: RunConfig) -> str | None:
     )
 
 
+def _mirror(config: RunConfig) -> str | None:
+    if not config.watch.mirror or config.launch.max_restarts:
+        return None
+    return (
+        "watch.mirror = true has no effect with launch.max_restarts = 0, which replaces no rank: leave"
+        " it out, or choose launch.max_restarts = 10"
+    )
+
+
 CORPUS_FORM = ("eod_mask_loss", "packing", "document_boundaries")
 CORPUS_KEYS = (
     "train",
@@ -417,6 +426,7 @@ RULES = (
     ),
     Rule("MW-CONFIG-049", _keep_every, ("checkpoint.keep_every", "checkpoint.every")),
     Rule("MW-CONFIG-050", _most_skipped, ("watch.most_skipped", "watch.on_nonfinite")),
+    Rule("MW-CONFIG-110", _mirror, ("watch.mirror", "launch.max_restarts")),
     Rule("MW-CONFIG-051", _warmup, ("optimizer.warmup_steps", "train.steps")),
     Rule(
         "MW-CONFIG-052", _learning_rates, ("optimizer.min_learning_rate", "optimizer.learning_rate")

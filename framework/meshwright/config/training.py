@@ -259,6 +259,10 @@ class Watch(Section):
     """Steps between comparisons of replicated values; above 0, also before each checkpoint. 0:
     never.
     """
+    mirror: bool = False
+    """Keep the last step in host memory, and replace a dead rank in place:
+    no step is lost, the other processes stay. With ``launch.max_restarts`` only.
+    """
 
 
 WandbName = Annotated[str, Field(max_length=128)]

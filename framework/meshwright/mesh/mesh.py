@@ -31,8 +31,10 @@ from meshwright.system.host import node_name
 from meshwright.system.numbers import MAX_RANKS, environment_number
 
 PRIVATE_TORCH = {
+    "torch.distributed.distributed_c10d._abort_process_group": "2.11-2.15",
     "torch.distributed.distributed_c10d._get_default_store": "2.11-2.15",
     "torch.distributed.distributed_c10d._set_pg_timeout": "2.11-2.15",
+    "torch.distributed.distributed_c10d._world": "2.11-2.15",
 }
 """Private names of torch, and the oldest and the newest version in which they were found."""
 
@@ -358,4 +360,24 @@ def close_mesh(mesh: Mesh) -> None:
     """Close the mesh: barrier over all ranks, then destroy the process groups. Blocks."""
     if mesh.grid.size > 1 and dist.is_initialized():
         mesh.world.barrier()
+        dist.destroy_process_group()
+
+
+def abort_groups() -> None:
+    """Abort all collectives of this process: threads that block in one raise.
+
+    Any thread may call it. The groups cannot be used afterwards; :func:`leave_mesh` closes them.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":  # communicators that share a device are aborted together
+        dist.distributed_c10d._abort_process_group()
+        return
+    for process_group in list(dist.distributed_c10d._world.pg_map):
+        process_group.abort()
+
+
+def leave_mesh() -> None:
+    """Close the groups of a mesh that has lost a rank, without a barrier. Does not block."""
+    if dist.is_initialized():
         dist.destroy_process_group()

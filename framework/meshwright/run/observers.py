@@ -181,9 +181,9 @@ class Checkpoints(Observer):
 
     def on_error(self, parts: Parts, error: Exception) -> None:
         """Finish the checkpoint being written after NaN, Inf, drift or an error of a callback:
-        its step is sound.
+        its step is sound. Collective over all ranks; blocks.
 
-        Collective over all ranks; blocks. Other errors are not handled here.
+        After other errors it is given up: this process may go on without the other ranks.
         """
         if isinstance(error, NonFiniteError | DriftError | CallbackError):  # on all ranks alike
             with (
@@ -191,6 +191,8 @@ class Checkpoints(Observer):
                 contextlib.suppress(CheckpointError),
             ):
                 self.saver.finish()
+        else:
+            self.saver.writer.abandon()
 
     def _stop(self, parts: Parts) -> None:
         """End the run: because a callback asked for it before this step, or by a signal.

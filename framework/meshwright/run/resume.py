@@ -12,6 +12,7 @@ from typing import Any
 from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.memory import open_mirror
 from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
 from meshwright.config import LossScaling, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
@@ -103,25 +104,65 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
 
 
 def resume(
-    parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()
+    parts: Parts,
+    directory: Path,
+    log: Callable[[str], None],
+    callbacks: Collection[str] = (),
+    mirror: Path | None = None,
 ) -> bool:
-    """Resume from the newest checkpoint that verifies. Return False if there is none.
-    Collective over all ranks.
+    """Resume from the mirror in memory, or else from the newest checkpoint that verifies.
+    Return False if there is none. Collective over all ranks.
 
-    ``callbacks``: names of the callbacks of this start. The states of others are dropped.
+    Args:
+        callbacks: names of the callbacks of this start. The states of others are dropped.
+        mirror: directory of a mirror, see ``checkpoint/memory.py``. It has the last step of all.
 
     Raises:
         CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the
             newest belongs to another model, corpus or seed.
     """
     mesh = parts.mesh
-    path = newest_sound(directory, mesh)
-    if path is None:
-        return False
+    found = None if mirror is None else _newest_mirror(mirror, mesh, log)
+    if found is None:
+        path = newest_sound(directory, mesh)
+        if path is None:
+            return False
+        found = checkpoints.open_checkpoint(path)
+    with found as checkpoint:
+        _restore_from(checkpoint, parts, log, callbacks)
+    return True
+
+
+def _newest_mirror(
+    mirror: Path, mesh: Mesh, log: Callable[[str], None]
+) -> checkpoints.CheckpointReader | None:
+    """Open the mirror's newest step; None: some rank cannot. Collective over all ranks; blocks."""
+    names = [checkpoints.shard_name(mesh.grid, rank) for rank in range(mesh.grid.size)]
+    found, problem = None, ""
+    try:
+        found = open_mirror(mirror, names)
+    except (CheckpointError, OSError, ValueError) as error:
+        problem = str(error)
+    step = None if found is None else found.manifest.step
+    every: list[tuple[int | None, str]] = mesh.world.gather_objects((step, problem))
+    for text in dict.fromkeys(text for _, text in every if text):
+        log(f"the mirror in memory is left out: {text}")
+    if found is None or {other for other, _ in every} != {step}:
+        return None
+    return found
+
+
+def _restore_from(
+    checkpoint: checkpoints.CheckpointReader,
+    parts: Parts,
+    log: Callable[[str], None],
+    callbacks: Collection[str],
+) -> None:
+    """Load an open checkpoint into the parts. Collective over all ranks; see :func:`resume`."""
+    mesh, manifest, path = parts.mesh, checkpoint.manifest, checkpoint.path
     result: tuple[str | None, list[str]] = (None, [])
     if mesh.rank == 0:
         try:
-            manifest = checkpoints.open_checkpoint(path).manifest
             config = parts.config.model_dump(mode="json")
             result = (
                 None,
@@ -134,14 +175,12 @@ def resume(
     problem, changes = mesh.world.gather_objects(result)[0]
     if problem is not None:
         raise CheckpointError("MW-RUN-016", problem)
-    with checkpoints.open_checkpoint(path) as checkpoint:
-        manifest = checkpoint.manifest
-        optimizer_steps = saved_count(manifest, "optimizer_steps")
-        if optimizer_steps:
-            _check_unfrozen(checkpoint, parts)
-        take_states(parts.optimizer, manifest)
-        restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
-        changes += _describe_added(checkpoint, parts)
+    optimizer_steps = saved_count(manifest, "optimizer_steps")
+    if optimizer_steps:
+        _check_unfrozen(checkpoint, parts)
+    take_states(parts.optimizer, manifest)
+    restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
+    changes += _describe_added(checkpoint, parts)
     states = saved_callbacks(manifest)
     changes += [_DROPPED.format(name) for name in sorted(states.keys() - set(callbacks))]
     check_resumed(parts, manifest, str(path))
@@ -161,7 +200,6 @@ def resume(
         log(f"resuming from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         log(f"  changed: {change}")
-    return True
 
 
 def _optimizer_states(parts: Parts) -> tuple[str, ...]:

@@ -126,15 +126,19 @@ def _first_open(candidates: Sequence[Path]) -> WeightSource:
 
 
 def resume_or_start(
-    parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()
+    parts: Parts,
+    directory: Path,
+    log: Callable[[str], None],
+    callbacks: Collection[str] = (),
+    mirror: Path | None = None,
 ) -> None:
-    """Resume from the newest sound checkpoint, see :func:`~.resume.resume`; without any, start from
-    ``run.start``. Collective over all ranks; blocks.
+    """Resume from the mirror or the newest sound checkpoint, see :func:`~.resume.resume`; without
+    any, start from ``run.start``. Collective over all ranks; blocks.
 
     Raises:
         UserError: on every rank.
     """
-    is_resumed = resume(parts, directory, log, callbacks)
+    is_resumed = resume(parts, directory, log, callbacks, mirror)
     given = ", ".join(parts.config.run.starts)
     if given and is_resumed:
         log(f"  run.start = {given} is not read: the run has checkpoints of its own")

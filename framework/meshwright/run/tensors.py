@@ -79,11 +79,11 @@ of an ``optimizer.builder``'s optimizer.
 """
 
 
-def agree_on_states(parts: Parts) -> dict[str, Any] | None:
+def agree_on_states(parts: Parts, *, checks: bool = True) -> dict[str, Any] | None:
     """Return the record of the states that a user's optimizer has now; None for other optimizers.
     Collective; blocks.
 
-    The next step is checked against a new optimizer that continues from these states.
+    ``checks``: check the next step against a new optimizer that continues from these states.
 
     Raises:
         ConfigError: on every rank, if a checkpoint could not hold the states.
@@ -92,7 +92,8 @@ def agree_on_states(parts: Parts) -> dict[str, Any] | None:
     if own is None:
         return None
     states = own.agree(parts.mesh.world, parts.optimizer.added)
-    own.request_check()
+    if checks:
+        own.request_check()
     return states.record()
 
 
