@@ -59,9 +59,10 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # a closed stdout does not stop the training
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
+    mirror = local.MirrorPlace() if checked.watch.mirror else None
     return _exit_code_of(
         lambda: restarts.run_with_restarts(
-            lambda: local.launch(work, checked, recovers=True),
+            lambda: local.launch(work, checked, mirror),
             checked.launch.max_restarts,
             directory,
             lambda text: tell(f"meshwright: {text}"),

@@ -24,13 +24,13 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config import Launch, RunConfig
-from meshwright.errors import ConfigError, MeshError
+from meshwright.errors import ConfigError, DriftError, MeshError
 from meshwright.run.directory import run_directory
 from meshwright.system.process import SIGNALS, end_process, ignored_signals
 from meshwright_launch.environment import check_port
@@ -52,6 +52,8 @@ POLL_S = 1.0
 """Interval in seconds in which the launcher looks for signal handlers of ranks,
 until all have one.
 """
+TOGETHER_S = 0.05
+"""Seconds in which ranks that die are taken to die together: one recovery replaces all of them."""
 RECOVERY_POLL_S = 0.1
 """Interval in seconds in which the launcher looks at a recovery."""
 SHUTDOWN_S = 3
@@ -79,13 +81,46 @@ def has_children(launch: Launch) -> bool:
     return launch.processes != 1 or launch.max_restarts > 0
 
 
-def launch(work: Work, config: RunConfig, *, recovers: bool = False) -> None:
+class MirrorPlace:
+    """Directory in memory for the mirror of a run (``watch.mirror``), kept over its restarts."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """Number of the newest launch of ranks; no two write the same step under one number."""
+        self._path: Path | None = None
+
+    def open(self) -> Path:
+        """Return the directory; make it at the first call. It is removed when this process exits.
+
+        Raises:
+            ConfigError: there is no file system in memory.
+        """
+        if self._path is None:
+            try:
+                self._path = memory_directory() / "mirror"
+                self._path.mkdir(mode=0o700)
+            except OSError as error:
+                raise ConfigError(
+                    "MW-LAUNCH-115",
+                    f"watch.mirror = true needs a file system in memory, and {MEMORY} cannot be"
+                    f" written: {error.strerror}. Mount one (a container's --shm-size), or leave"
+                    " watch.mirror out",
+                ) from None
+        return self._path
+
+    def clear(self) -> None:
+        """Forget all steps: a restart must not resume from them."""
+        for slot in self.open().iterdir():
+            shutil.rmtree(slot, ignore_errors=True)
+
+
+def launch(work: Work, config: RunConfig, mirror: MirrorPlace | None = None) -> None:
     """Run ``work(config, give_up)`` in ``config.launch.processes`` ranks of this machine;
     block until all have ended.
 
     ``config`` is resolved. ``work`` is pickled by name. A single rank runs in this process, unless
-    it may have to be restarted. ``recovers``: ``work`` takes part in recoveries in place
-    (``watch.mirror``).
+    it may have to be restarted. ``mirror``: where the ranks mirror their steps; ``work`` takes part in
+    recoveries in place. None: it does not.
 
     Raises:
         MeshError: the port in MASTER_PORT is taken, or the launcher cannot listen on loopback.
@@ -132,30 +167,23 @@ def launch(work: Work, config: RunConfig, *, recovers: bool = False) -> None:
         stack.enter_context(forwarder.installed({*SIGNALS, signal.SIGQUIT}.difference(ignored)))
         warm_up(config, work.__module__)
         store, bound = stack.enter_context(_open_store(port, num_ranks))
-        mirror = stack.enter_context(_open_mirror()) if recovers and config.watch.mirror else None
+        mirror_path = None if mirror is None else str(mirror.open())
 
         def start(rank: int, generation: int) -> Any:
-            place = LocalRank(
-                rank,
-                num_ranks,
-                LOOPBACK,
-                bound,
-                generation,
-                None if mirror is None else str(mirror),
-            )
+            place = LocalRank(rank, num_ranks, LOOPBACK, bound, generation, mirror_path)
             return _start(work, config, place, logs, records, ignored)
 
-        recovery = None
-        if mirror is not None:
-            from meshwright_launch.recovery import Recovery
-
-            limit, directory = config.launch.max_restarts, run_directory(config.run)
-            recovery = Recovery(store, start, num_ranks, limit, directory)
+        first = 0 if mirror is None else mirror.generation
+        recovery = None if mirror is None else _open_recovery(store, start, config, first)
         try:
-            ranks = [start(rank, 0) for rank in range(num_ranks)]
+            ranks = [start(rank, first) for rank in range(num_ranks)]
             _watch(ranks, records, logs, forwarder, recovery)
         except RankFailed as failed:
             failed.is_requested = forwarder.has_forwarded
+            if mirror is not None and recovery is not None:
+                mirror.generation = recovery.generation + 1
+                if failed.exit_code == DriftError.exit_code:  # steps before may have drifted too
+                    mirror.clear()
             raise
 
 
@@ -184,22 +212,16 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
     yield store, bound
 
 
-@contextlib.contextmanager
-def _open_mirror() -> Iterator[Path]:
-    """Make a directory in memory for the block."""
-    try:
-        mirror = memory_directory() / f"mirror-{time.monotonic_ns()}"
-        mirror.mkdir(mode=0o700)
-    except OSError as error:
-        raise ConfigError(
-            "MW-LAUNCH-115",
-            f"watch.mirror = true needs a file system in memory, and {MEMORY} cannot be written:"
-            f" {error.strerror}. Mount one (a container's --shm-size), or leave watch.mirror out",
-        ) from None
-    try:
-        yield mirror
-    finally:
-        shutil.rmtree(mirror, ignore_errors=True)
+def _open_recovery(
+    store: Any, start: Callable[[int, int], Any], config: RunConfig, first: int
+) -> Recovery:
+    """Return the launcher's side of recoveries in place; ``first``: number of the first launch."""
+    from meshwright_launch.recovery import Recovery
+
+    num_ranks = config.launch.processes
+    assert isinstance(num_ranks, int)
+    limit, directory = config.launch.max_restarts, run_directory(config.run)
+    return Recovery(store, start, num_ranks, limit, directory, first)
 
 
 def _start(
@@ -250,6 +272,9 @@ def _watch(
         is_pending = recovery is not None and recovery.is_pending
         limit_s = RECOVERY_POLL_S if is_pending else None if forwarder.all_listen() else POLL_S
         changed = wait(list(running), limit_s)
+        if changed and recovery is not None:
+            time.sleep(TOGETHER_S)
+            changed = wait(list(running), 0)
         ended = sorted(running.pop(sentinel) for sentinel in changed if sentinel in running)
         failed = [rank for rank in ended if ranks[rank].exitcode]
         codes = {rank: ranks[rank].exitcode for rank in failed}

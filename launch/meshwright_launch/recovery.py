@@ -8,7 +8,8 @@
 
 What fails before it is complete, or does not come in time, is not repaired again: the launcher kills
 all ranks and starts them anew, from the same mirror. Each announcement counts as one of
-``launch.max_restarts``; after the last one the run ends as without a mirror.
+``launch.max_restarts``. After the last one, or three in a row that were not completed, a failure
+is handled as without a mirror (restarts.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from meshwright.system.atomic import append_synced
 from meshwright.terminal.output import tell
 from meshwright_launch.failure import has_lost_peer
 from meshwright_launch.rank import GENERATION, MIRROR
+from meshwright_launch.restarts import MAX_FUTILE_RESTARTS
 
 RECOVERIES = "recoveries.jsonl"
 """File of a run's directory with a line for each recovery."""
@@ -58,6 +60,8 @@ class Rejoin:
         """Connect to the launcher's store."""
         self.generation = generation
         self.mirror = mirror
+        self.is_new = True
+        """False: this process has taken part in an earlier generation."""
         self._rank = os.environ["RANK"]
         self._notes = _note_store(_connect())
         self.report("left")  # a process that replaces another has nothing to leave
@@ -126,7 +130,7 @@ class Rejoin:
         """Close the groups of the generation before, free its memory and take the new number."""
         leave_mesh()
         gc.collect()  # parts refer to each other in circles
-        self.generation = _announced(self._notes)
+        self.generation, self.is_new = _announced(self._notes), False
         self.report("left")
 
 
@@ -152,6 +156,7 @@ class Recovery:
         num_ranks: int,
         limit: int,
         directory: Path,
+        first: int = 0,
     ) -> None:
         """Recover at most ``limit`` times.
 
@@ -159,15 +164,24 @@ class Recovery:
             store: rendezvous store of the launcher.
             start: function of a rank and a generation that forks its process.
             directory: directory of the run.
+            first: number of the first launch of the ranks.
         """
-        self.generation = 0
+        self.generation = first
         self._notes = _note_store(store)
+        self._notes.add("generation", first)
         self._start = start
         self._num_ranks = num_ranks
-        self._limit = limit
+        self._first, self._limit = first, limit
         self._directory = directory
         self._begun_s: float | None = None
         self._what = ""
+        self._futile = 0
+        """Number of recoveries in a row that were not completed."""
+
+    @property
+    def _number(self) -> int:
+        """Number of recoveries so far."""
+        return self.generation - self._first
 
     @property
     def is_pending(self) -> bool:
@@ -177,7 +191,8 @@ class Recovery:
     def is_possible(self, exit_codes: Iterable[int]) -> bool:
         """Return True if processes that ended with these codes are to be replaced."""
         is_transient = all(code < 0 or code in REPLACED_EXIT_CODES for code in exit_codes)
-        return is_transient and self.generation < self._limit
+        is_futile = self._futile >= MAX_FUTILE_RESTARTS
+        return is_transient and not is_futile and self._number < self._limit
 
     def replace(self, ranks: list[Any], failed: Sequence[int]) -> list[int]:
         """Fork new processes for the failed ranks, in ``ranks``; announce the next generation.
@@ -193,8 +208,9 @@ class Recovery:
                 process.join()
         replaced = list(range(len(ranks))) if self.is_pending else list(failed)
         self.generation += 1
+        self._futile += 1
         self._begun_s, self._what = time.monotonic(), what
-        tell(f"meshwright: {what}; replaced in place, recovery {self.generation} of {self._limit}")
+        tell(f"meshwright: {what}; replaced in place, recovery {self._number} of {self._limit}")
         for rank in replaced:
             ranks[rank] = self._start(rank, self.generation)
         self._notes.add("generation", 1)
@@ -220,7 +236,7 @@ class Recovery:
         seconds = {
             phase: round(max(self._times(phase).values()) - self._begun_s, 3) for phase in PHASES
         }
-        self._begun_s = None
+        self._begun_s, self._futile = None, 0
         times = ", ".join(f"{phase} {value:.2f} s" for phase, value in seconds.items())
         tell(f"meshwright: recovered: {times} after the failure was seen")
         line = {

@@ -177,7 +177,8 @@ def _train_in(
     corpus_files = watched_files(parts)
     check_data(parts)
     log = print_lines if mesh.rank == 0 else _print_nothing
-    log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
+    if rejoin is None or rejoin.is_new:
+        log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
         log(corpus)
     assert config.batch.global_batch is not None, "resolve the configuration first"

@@ -18,6 +18,7 @@ whose sums vary, the same step taken twice has different bits.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -72,9 +73,9 @@ class StepMark(StrictModel):
 
 
 class _Slot(NamedTuple):
-    """File of one slot: the boxes that it was laid out for, and where they are in its memory."""
+    """File of one slot: the pieces that it was laid out for, and where their boxes are in memory."""
 
-    keys: list[str]
+    pieces: list[tuple[str, int | None, torch.dtype, int]]
     targets: list[Tensor]
 
 
@@ -88,41 +89,43 @@ class MirrorWriter:
         self._slots: dict[str, _Slot] = {}
 
     def write(self, head: CheckpointMetadata, pieces: Iterable[TensorPiece]) -> None:
-        """Copy this rank's pieces of a step, then mark the step as complete. Blocks."""
-        slot_name = SLOTS[head.step % 2]
-        folder = self._directory / slot_name
+        """Copy this rank's pieces of a step, then mark the step as complete. Blocks.
+
+        Raises:
+            OSError: the memory is full. The run cannot resume from this step then.
+        """
+        name = SLOTS[head.step % 2]
+        folder = self._directory / name
         mark = folder / f"{self._shard_name}{MARK_SUFFIX}"
         mark.unlink(missing_ok=True)
-        file = f"{self._shard_name}.safetensors"
-        described = [describe(piece, file) for piece in pieces]
-        boxes = {key: view for _, _, views in described for key, view in views.items()}
-        slot = self._slots.get(slot_name)
-        if slot is None or slot.keys != list(boxes):
-            tensors = {name: entry for name, entry, _ in described}
-            slot = self._slots[slot_name] = self._lay_out(folder, file, boxes)
-            size = (folder / file).stat().st_size
-            files = {file: FileEntry(size=size, sha256=NO_HASH)}
-            report = ShardReport(tensors=tensors, files=files)
-            write_atomic(
-                folder / f"{self._shard_name}{REPORT_SUFFIX}",
-                report.model_dump_json(),
-                is_durable=False,
-            )
-        for target, view in zip(slot.targets, boxes.values(), strict=True):
+        held = list(pieces)
+        layout = [
+            (piece.kind.of(piece.info.name), piece.start, piece.tensor.dtype, piece.num_bytes)
+            for piece in held
+        ]
+        slot = self._slots.get(name)
+        if slot is None or slot.pieces != layout:
+            slot = self._slots[name] = _Slot(layout, self._lay_out(folder, held))
+        views = (box.tensor for piece in held if piece.num_bytes for box in piece.boxes())
+        for target, view in zip(slot.targets, views, strict=True):
             target.copy_(view)
         done = StepMark(generation=self._generation, **head._asdict())
         write_atomic(mark, done.model_dump_json(), is_durable=False)
 
-    def _lay_out(self, folder: Path, file: str, boxes: dict[str, Tensor]) -> _Slot:
-        """Make the file for these boxes, and map it."""
+    def _lay_out(self, folder: Path, pieces: Sequence[TensorPiece]) -> list[Tensor]:
+        """Make and map the file for these pieces, and its report. Return the memory of each box."""
         folder.mkdir(mode=0o700, exist_ok=True)
-        path = folder / file
-        path.unlink(missing_ok=True)  # of a process that has died
+        path = folder / f"{self._shard_name}.safetensors"
+        described = [describe(piece, path.name) for piece in pieces]
+        boxes = {key: view for _, _, views in described for key, view in views.items()}
         header, ordered = lay_out(boxes)
-        size = len(header) + sum(box.numel() * box.element_size() for box in boxes.values())
-        with path.open("xb") as made:
-            made.write(header)
-            made.truncate(size)
+        size = len(header) + sum(piece.num_bytes for piece in pieces)
+        path.unlink(missing_ok=True)  # of a process that has died
+        with path.open("xb") as file:
+            file.write(header)
+            file.flush()
+            # reserved now: a write to a map of a full file system would kill the process
+            os.posix_fallocate(file.fileno(), 0, size)
         memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         targets: dict[str, Tensor] = {}
         at = len(header)
@@ -130,7 +133,13 @@ class MirrorWriter:
             stop = at + box.numel() * box.element_size()
             targets[key] = memory[at:stop].view(box.dtype).view(box.shape)
             at = stop
-        return _Slot(list(boxes), [targets[key] for key in boxes])
+        report = ShardReport(
+            tensors={name: entry for name, entry, _ in described},
+            files={path.name: FileEntry(size=size, sha256=NO_HASH)},
+        )
+        place = folder / f"{self._shard_name}{REPORT_SUFFIX}"
+        write_atomic(place, report.model_dump_json(), is_durable=False)
+        return [targets[key] for key in boxes]
 
 
 def open_mirror(directory: Path, shard_names: Sequence[str]) -> CheckpointReader | None:
