@@ -59,7 +59,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # a closed stdout does not stop the training
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
-    mirror = local.MirrorPlace() if checked.watch.mirror else None
+    mirror = local.mirror_place(checked)
     return _exit_code_of(
         lambda: restarts.run_with_restarts(
             lambda: local.launch(work, checked, mirror),
@@ -91,9 +91,10 @@ def _prepare_training(config: RunConfig, world_size: int) -> tuple[Work, RunConf
 
     checked, _ = check(config, world_size)
     if checked.launch.max_restarts and os.environ["RANK"] == "0":
+        keys = "launch.max_restarts" + (" and watch.mirror" if checked.watch.mirror else "")
         tell(
-            "launch.max_restarts has no effect here: the launcher restarts the ranks (torchrun"
-            " --max-restarts, sbatch --requeue)"
+            f"{keys} ha{'ve' if checked.watch.mirror else 's'} no effect here: the launcher restarts"
+            " the ranks (torchrun --max-restarts, sbatch --requeue)"
         )
     return work, checked
 

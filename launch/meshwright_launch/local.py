@@ -40,7 +40,7 @@ from meshwright_launch.leftovers import MEMORY, memory_directory, own_directory
 from meshwright_launch.rank import LocalRank, Work, run_rank, set_threads
 
 if TYPE_CHECKING:  # it imports torch, and the launcher starts the fork server first
-    from meshwright_launch.recovery import Recovery
+    from meshwright_launch.recovery import RankReplacer
 
 LOOPBACK = "127.0.0.1"
 MAX_RANKS = 1024
@@ -112,6 +112,11 @@ class MirrorPlace:
         """Forget all steps: a restart must not resume from them."""
         for slot in self.open().iterdir():
             shutil.rmtree(slot, ignore_errors=True)
+
+
+def mirror_place(config: RunConfig) -> MirrorPlace | None:
+    """Return the place of a run's mirror, to be passed to all its launches; None: it has none."""
+    return MirrorPlace() if config.watch.mirror else None
 
 
 def launch(work: Work, config: RunConfig, mirror: MirrorPlace | None = None) -> None:
@@ -214,14 +219,14 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
 
 def _open_recovery(
     store: Any, start: Callable[[int, int], Any], config: RunConfig, first: int
-) -> Recovery:
+) -> RankReplacer:
     """Return the launcher's side of recoveries in place; ``first``: number of the first launch."""
-    from meshwright_launch.recovery import Recovery
+    from meshwright_launch.recovery import RankReplacer
 
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int)
     limit, directory = config.launch.max_restarts, run_directory(config.run)
-    return Recovery(store, start, num_ranks, limit, directory, first)
+    return RankReplacer(store, start, num_ranks, limit, directory, first)
 
 
 def _start(
@@ -256,7 +261,7 @@ def _watch(
     records: Path,
     logs: Path,
     forwarder: _SignalForwarder,
-    recovery: Recovery | None,
+    recovery: RankReplacer | None,
 ) -> None:
     """Block until all ranks have exited,
     or until one has failed and the others were ended after it.

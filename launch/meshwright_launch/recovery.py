@@ -42,7 +42,7 @@ RECOVERIES = "recoveries.jsonl"
 """File of a run's directory with a line for each recovery."""
 PREFIX = "recovery"
 PHASES = ("left", "groups", "built", "restored", "stepped")
-"""What each rank reports to the launcher, in order."""
+"""Phases of a recovery that each rank reports to the launcher, in order."""
 POLL_S = 0.1
 """Interval in seconds in which a rank looks for an announcement."""
 LOST_PEER_S = 10.0
@@ -90,7 +90,7 @@ class Rejoin:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Abort this rank's collectives within the block when a new generation is announced."""
+        """End this rank's collectives within the block with an error when a new generation is announced."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -146,7 +146,7 @@ class FirstStep(Observer):
             self._report("stepped")
 
 
-class Recovery:
+class RankReplacer:
     """The launcher's side of recoveries."""
 
     def __init__(

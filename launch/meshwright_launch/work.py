@@ -10,6 +10,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
@@ -192,13 +193,7 @@ def _train_in(
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
     check_added_states(parts, directory)
-    if rejoin is not None:
-        rejoin.report("built")
-    mirror = None if rejoin is None else rejoin.mirror
-    resume_or_start(parts, directory, log, callbacks.names, mirror)
-    callbacks.load(parts)
-    if rejoin is not None:
-        rejoin.report("restored")
+    _resume(parts, directory, log, callbacks, rejoin)
     for line in (describe_balance(parts), describe_rows(parts)) if mesh.rank == 0 else ():
         if line:
             log(line)
@@ -235,6 +230,24 @@ def _train_in(
             "MW-LAUNCH-053",
             f"{tracker.lost}. The run itself is complete and saved up to step {parts.state.step}",
         )
+
+
+def _resume(
+    parts: Parts,
+    directory: Path,
+    log: Callable[[str], None],
+    callbacks: Callbacks,
+    rejoin: Rejoin | None,
+) -> None:
+    """Resume from the mirror or a checkpoint, or start. Collective over all ranks; blocks."""
+    if rejoin is None:
+        resume_or_start(parts, directory, log, callbacks.names)
+    else:
+        rejoin.report("built")
+        resume_or_start(parts, directory, log, callbacks.names, rejoin.mirror)
+    callbacks.load(parts)
+    if rejoin is not None:
+        rejoin.report("restored")
 
 
 def check_data(parts: Parts) -> None:

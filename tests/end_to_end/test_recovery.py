@@ -135,7 +135,7 @@ def test_a_signal_ends_a_mirrored_run(corpus: Path, tmp_path: Path, shell: Shell
         ("dp2,pp2,zero2", {"train": {"dtype": "bfloat16"}}),
         ("dp2,tp2,sequence", {"optimizer": {"name": "muon"}}),
         ("dp2,cp2", {}),
-        ("dp4,zero1,offload", {"optimizer": {"state_dtype": "int8"}}),
+        ("dp4,zero1,offload", {"optimizer": {"state_dtype": "8bit"}}),
         ("dp2,pp2", {"adapter": {"rank": 2, "targets": ["*.attention.qkv"]}}),
     ],
     ids=str,

@@ -190,7 +190,7 @@ def _marks_of(folder: Path, shard_names: Sequence[str]) -> list[StepMark]:
 
 
 def _head_of(marks: Sequence[StepMark]) -> CheckpointMetadata:
-    """Return the metadata of a step: that of rank 0, and what any rank knows alone."""
+    """Return the metadata of a step: that of rank 0, and the state that a single rank has added."""
     state: dict[str, object] = {}
     for mark in reversed(marks):
         state |= mark.state

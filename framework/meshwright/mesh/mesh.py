@@ -34,7 +34,7 @@ PRIVATE_TORCH = {
     "torch.distributed.distributed_c10d._abort_process_group": "2.11-2.15",
     "torch.distributed.distributed_c10d._get_default_store": "2.11-2.15",
     "torch.distributed.distributed_c10d._set_pg_timeout": "2.11-2.15",
-    "torch.distributed.distributed_c10d._world": "2.11-2.15",
+    "torch.distributed.distributed_c10d._world.pg_map": "2.11-2.15",
 }
 """Private names of torch, and the oldest and the newest version in which they were found."""
 
@@ -364,7 +364,7 @@ def close_mesh(mesh: Mesh) -> None:
 
 
 def abort_groups() -> None:
-    """Abort all collectives of this process: threads that block in one raise.
+    """End all collectives of this process with an error: threads that block in one raise.
 
     Any thread may call it. The groups cannot be used afterwards; :func:`leave_mesh` closes them.
     """
