@@ -173,6 +173,3 @@ def test_sums_that_cannot_be_taken() -> None:
     assert refusal(statistics, {}, dp=2) == "" and "parallel.cp = 2" in refusal(
         statistics, {}, cp=2
     )
-    assert "batch.micro_batch_size" in refusal(
-        nn.Sequential(nn.Flatten(0, 1), nn.SyncBatchNorm(8)), {}
-    )
