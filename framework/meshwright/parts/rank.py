@@ -133,10 +133,10 @@ class StepFeed:
         chunks = self.parts.executor.schedule.chunks
         assert micro_batch_size is not None
         assert 0 <= m < chunks, (m, chunks)
-        dp_rank, dp = self.parts.mesh.at.dp_rank, self.parts.mesh.grid.dp
+        dp_rank = self.parts.mesh.at.dp_rank
         block = dp_rank * chunks + m
         if self.parts.blueprint.is_synchronised:
-            block = m * dp + dp_rank
+            block = m * self.parts.mesh.grid.dp + dp_rank
         first = self.samples_seen + block * micro_batch_size
         return range(first, first + micro_batch_size)
 
