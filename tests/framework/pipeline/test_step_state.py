@@ -5,6 +5,8 @@ the same in every layout.
 from __future__ import annotations
 
 import functools
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from meshwright.verify import Verification, parse_layout, traits_of
 from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import merge, run_layout
 from meshwright_launch.pool import RankPool
-from tests.framework.pipeline.counting import Balanced, build
+from tests.framework.pipeline.counting import Balanced, LastStepNorm, build
 from tests.support.marks import mark_all_rows_but
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 LAYOUTS = ("dp2,pp2,full", "dp2,tp2,sequence,zero3", "pp2,tp2,zb_h1,mbs2", "tp2,sequence,full,mbs2")
 
 
@@ -53,6 +56,31 @@ def test_sums_over_the_global_batch_are_those_of_one_process(text: str, pool: Ra
         found.weights["balanced0.bias"].abs().sum() > 0
         and found.weights["balanced1.counts"].sum() == 0
     )
+
+
+@functools.cache
+def proof_of_norms() -> Verification:
+    builder = "tests.framework.pipeline.counting:build_last_step_norm"
+    config = config_of(model={"builder": builder})
+    return Verification(config, global_batch=8, steps=3, random_tokens=True)
+
+
+@mark_all_rows_but("long", "dp2,pp2,mbs2,full")
+@pytest.mark.parametrize(
+    "text", ["dp2,pp2,mbs2,full", "dp4,mbs1,zero3", "mbs8", "tp2,sequence,mbs4", "pp2,zb_h1"]
+)
+def test_a_norm_by_the_last_step_has_one_process_at_any_micro_batch_size(
+    text: str, pool: RankPool
+) -> None:
+    """The class is that of docs/models.md."""
+    proof = proof_of_norms()
+    row = proof.compare_layout(parse_layout(text), pool, is_repeated="full" not in text)
+    assert row.passed, (row.problems, row.failure)
+    assert not proof.traits.couples_samples
+    moved = proof._reference(1).findings.weights["norm1.mean"]
+    assert 0 < moved.abs().sum() < float("inf")
+    code = inspect.getsource(LastStepNorm).replace(f'    """{LastStepNorm.__doc__}"""\n\n', "")
+    assert code in DOCUMENT.read_text()
 
 
 def test_step_sums_couple_no_samples() -> None:

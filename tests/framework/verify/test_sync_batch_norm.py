@@ -87,7 +87,7 @@ def test_layouts_of_equal_groups_have_equal_running_statistics(pool: RankPool) -
         found.append(merge(pool.run(run_layout, layout.size, alone, 2, True)).weights)
     first, second, other = found
     for name in ("1.norm.running_mean", "1.norm.running_var"):
-        torch.testing.assert_close(second[name], first[name], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(second[name], first[name], rtol=1e-9, atol=1e-11)
         assert not torch.allclose(other[name], first[name], rtol=1e-4), "groups of 2, not of 4"
     name = "1.norm.num_batches_tracked"
     assert [int(each[name]) for each in found] == [2 * 4, 2 * 4, 2 * 8]
