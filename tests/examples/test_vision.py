@@ -142,7 +142,7 @@ def test_a_run_with_synchronised_statistics_goes_on_where_as_many_samples_are_to
     parted = small(tmp_path, "parted", **two, train={"steps": 2})
     train(pool, parted)
     one = {"parallel": {"dp": 1, "pp": 3}, "batch": {"micro_batch_size": 4}}
-    train(pool, changed(parted, train={"steps": 4}, **one))
+    assert "nn.SyncBatchNorm" not in train(pool, changed(parted, train={"steps": 4}, **one))
     losses = [
         [float.fromhex(loss) for loss in exact_losses(each).values()] for each in (parted, whole)
     ]
@@ -152,6 +152,10 @@ def test_a_run_with_synchronised_statistics_goes_on_where_as_many_samples_are_to
         name = f"weights/layer2.norm.{name}"
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
     assert expected["weights/layer0.norm.num_batches_tracked"] == 4 * 2, "each group once"
+    other = changed(whole, train={"steps": 5}, parallel={"dp": 1, "pp": 1})
+    assert "= 4 samples -> 2, which train other numbers; batch.micro_batch_size = 4" in train(
+        pool, other
+    )
     evaluated = ["eval", str(run_directory(whole.run)), "--trust-code", "--parallel.dp=1"]
     place = tmp_path / "found.json"
     assert main([*evaluated, "--parallel.pp=1", f"--out={place}", "--batches=2"]) == 0

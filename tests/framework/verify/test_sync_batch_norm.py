@@ -123,6 +123,6 @@ def test_default_layouts_have_as_many_samples_together(dp: int, size: int, toget
     """As the run, or fewer than the 128 of many replicas."""
     sections = {"parallel": {"dp": dp}, "batch": {"micro_batch_size": size}}
     config = config_of(f"{BUILDERS}build", {}, 8).replace(**sections)
-    chosen = default_layouts(config, traits_of(config), 8 * together, max_ranks=4).layouts
+    chosen = default_layouts(config, traits_of(config), 8 * together, max_ranks=2).layouts
     assert {each.dp * each.micro_batch_size for each in chosen} == {together}
-    assert {each.dp for each in chosen} >= {1, 2, 4}
+    assert {each.dp for each in chosen} == {1, 2}
