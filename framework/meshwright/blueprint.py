@@ -308,7 +308,7 @@ def plan_stages(config: RunConfig, whole: WholeModel) -> StagePlan:
     schedules = draw_schedules(config.pipeline, config.parallel.pp, config.batch)
     largest = schedules[-1]
     running = whole.forward.running
-    check_synchronised(config.parallel, config.batch.balance, model.layers, running)
+    check_synchronised(config.parallel, config.batch.balance, model, running)
     check_running(
         config.parallel,
         config.train.dtype,

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.buffers import StepState, couples_samples, running_buffers
+from meshwright.model.build import PlainModel
+from meshwright.model.sync_batch_norm import use_replica_statistics
+from meshwright.pipeline.plan import check_synchronised
 from meshwright.verify import Verification, parse_layout, traits_of
 from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import merge, run_layout
 from meshwright_launch.pool import RankPool
 from tests.framework.pipeline.counting import Balanced, LastStepNorm, build
+from tests.support.errors import raises
 from tests.support.marks import mark_all_rows_but
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
@@ -201,3 +205,15 @@ def test_sums_that_cannot_be_taken() -> None:
     assert refusal(statistics, {}, dp=2) == "" and "parallel.cp = 2" in refusal(
         statistics, {}, cp=2
     )
+
+
+def test_statistics_of_replicas_inside_experts() -> None:
+    """Without parameters, whose numbers would not count the experts."""
+    model = PlainModel(nn.Sequential(nn.Sequential(nn.SyncBatchNorm(8, affine=False))))
+    assert not list(use_replica_statistics("test", model.layers))
+    for ep, plan in ((1, {"0": "experts"}), (2, {})):
+        model.plan = plan
+        check_synchronised(config_of(parallel={"dp": 2, "ep": ep}).parallel, "index", model, [])
+    model.plan = {"0": "experts"}
+    with raises("MW-PIPELINE-051", "0.0 (SyncBatchNorm)", "parallel.ep = 2"):
+        check_synchronised(config_of(parallel={"dp": 2, "ep": 2}).parallel, "index", model, [])

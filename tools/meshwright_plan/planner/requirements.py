@@ -68,9 +68,9 @@ def buffers_refusal(cache: ModelCache, config: RunConfig) -> str:
 
 
 def _check_buffers(cache: ModelCache, config: RunConfig) -> None:
-    layers, balance = cache.model.layers, config.batch.balance
     if has_synchronised(cache.model):
-        check_synchronised(config.parallel, balance, layers, changed_buffers(cache))
+        balance, running = config.batch.balance, changed_buffers(cache)
+        check_synchronised(config.parallel, balance, cache.model, running)
     if not changed_buffers(cache):
         return
     # each schedule runs a stage's forwards in order

@@ -104,17 +104,21 @@ def check_running(
 
 
 def check_synchronised(
-    parallel: Parallel, balance: str, layers: nn.Sequential, running: Iterable[str]
+    parallel: Parallel, balance: str, model: PlainModel, running: Iterable[str]
 ) -> None:
     """Raise :class:`ModelError` where an ``nn.SyncBatchNorm`` cannot have the statistics of
     consecutive samples: NOTE [samples of a group].
 
     ``balance``: ``batch.balance``.
     """
-    first = next(synchronised(layers), None)
-    if first is None:
+    layers = model.layers
+    found = {
+        name: f"{name} ({type(module).__name__}) takes the statistics of all replicas"
+        for name, module in synchronised(layers)
+    }
+    if not found:
         return
-    what = f"{first[0]} ({type(first[1]).__name__}) takes the statistics of all replicas"
+    what = next(iter(found.values()))
     if parallel.sequence:
         raise ModelError(
             "MW-PIPELINE-048",
@@ -127,6 +131,14 @@ def check_synchronised(
             f'{what}, which must be of consecutive samples, and batch.balance = "work" deals them by'
             ' their documents: set batch.balance = "index"',
         )
+    for name, inside in found.items():
+        kinds = [kind for part in enclosing(name) for kind in entries_for(part, model.plan)]
+        if parallel.ep > 1 and "experts" in kinds:
+            raise ModelError(
+                "MW-PIPELINE-051",
+                f"{inside}, and with parallel.ep = {parallel.ep} these have other experts: move it"
+                " out of the experts, or set parallel.ep = 1",
+            )
     others = coupling_modules(layers, running)
     if (parallel.known_dp or 1) > 1 and others:
         other = f"{others[0]} ({type(layers.get_submodule(others[0])).__name__})"
