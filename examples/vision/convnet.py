@@ -31,9 +31,11 @@ class Head(nn.Module):
         return self.classify(x.mean(dim=(2, 3)))
 
 
-def build(channels: int = 16, depth: int = 6, classes: int = 8) -> nn.Sequential:
+def build(
+    channels: int = 16, depth: int = 6, classes: int = 8, synchronised: bool = False
+) -> nn.Sequential:
     """``layer0`` .., ``head``: every second layer halves the image and doubles the channels,
-    twice.
+    twice. ``synchronised``: normalise by the statistics of all replicas (nn.SyncBatchNorm).
     """
     model = nn.Sequential()
     now = 1
@@ -44,4 +46,6 @@ def build(channels: int = 16, depth: int = 6, classes: int = 8) -> nn.Sequential
         )
         now = after
     model.add_module("head", Head(now, classes))
+    if synchronised:
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model

@@ -35,12 +35,14 @@ from meshwright.mesh.comm import Group
 from meshwright.model.buffers import cast_model
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.requirements import joined
+from meshwright.model.sync_batch_norm import join_replicas, synchronised
 from meshwright.optimizer import sampled_rates, with_settings
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
     ModelDescription,
     check_running,
+    check_synchronised,
     cut_layers,
     describe_boundaries,
     describe_model,
@@ -91,6 +93,8 @@ class Blueprint:
     """
     recomputed: tuple[str, ...] = ()
     """Names of the layers, and parts of layers, with activation checkpointing (recompute)."""
+    is_synchronised: bool = False
+    """True if batch statistics are those of all replicas (``nn.SyncBatchNorm``)."""
     offloaded: tuple[str, ...] = ()
     """Names of the layers with activation offload:
     tensors saved for backward move to host memory.
@@ -240,6 +244,7 @@ def draw_blueprint(
         layer_costs=plan.layer_costs,
         running=tuple(whole.forward.running),
         recomputed=plan.recomputed,
+        is_synchronised=any(True for _ in synchronised(whole.plain.layers)),
         offloaded=plan.offloaded,
         metrics=(*whole.forward.metrics, *corpus_losses(config.data)),
         cut=cut,
@@ -261,6 +266,8 @@ def describe(config: RunConfig) -> WholeModel:
     problems: list[ModelError] = []
     model = configured_model(config, problems)
     draw_functions_by_name(model, shapes.cast(torch.float32).inputs)
+    replicas = Grid.of(config.parallel.degrees).num_replicas
+    join_replicas(model.layers, _first_group("dp", replicas))  # their number, for shapes
     try:
         forward = describe_model(
             model,
@@ -300,11 +307,13 @@ def plan_stages(config: RunConfig, whole: WholeModel) -> StagePlan:
     units_of(config.parallel, list(model.layers._modules))  # its patterns fit layers
     schedules = draw_schedules(config.pipeline, config.parallel.pp, config.batch)
     largest = schedules[-1]
+    running = whole.forward.running
+    check_synchronised(config.parallel, config.batch.balance, model, running)
     check_running(
         config.parallel,
         config.train.dtype,
         model,
-        whole.forward.running,
+        running,
         largest,
         recomputed,
     )

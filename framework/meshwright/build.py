@@ -23,6 +23,7 @@ from meshwright.data.sources import (
     Source,
     ValidationSources,
     data_fingerprint,
+    expect_alternation,
     open_files,
     open_sources,
 )
@@ -36,6 +37,7 @@ from meshwright.mesh.comm import Group
 from meshwright.mesh.holders import Holders, open_holders
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
+from meshwright.model.sync_batch_norm import join_replicas
 from meshwright.optimizer import (
     HostMemory,
     OffloadedOptimizer,
@@ -79,6 +81,9 @@ def build(
     mesh.compare_digests(blueprint.digest())
     training, validations = open_sources(config) if sources is None else sources
     open_files(training, *validations.values())
+    if blueprint.is_synchronised:
+        join_replicas(blueprint.model.layers, mesh.second_group(mesh.replicas, "dp_statistics"))
+        expect_alternation(training)
     holders_by_axis = open_holders(
         mesh,
         shard_factor(config.parallel),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.config.combinations.features import LAYOUT, Traits, settings_of
@@ -18,12 +18,14 @@ from meshwright.data.sources import example
 from meshwright.expert_parallel.plan import expert_names
 from meshwright.model.buffers import (
     couples_samples,
+    coupling_modules,
     has_statistics,
     has_step_sums,
     owner_of,
     running_buffers,
 )
 from meshwright.model.build import PlainModel, configured_model
+from meshwright.model.sync_batch_norm import synchronised
 from meshwright.pipeline.plan import draw_functions_by_name
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.placement.patterns import entries_for
@@ -78,6 +80,7 @@ def find_traits(
         model.canonical(n): p.numel() for n, p in model.layers.named_parameters() if p.requires_grad
     }
     owners = [owner for name in running if not has_step_sums(owner := owner_of(model.layers, name))]
+    combined = [owner for owner in owners if not isinstance(owner, nn.SyncBatchNorm)]
     dropouts = [module for module in model.layers.modules() if isinstance(module, SeededDropout)]
     layers_of_ties = [{name.partition(".")[0] for name in names} for names in model.tied]
     return Traits(
@@ -87,7 +90,9 @@ def find_traits(
         impossible=tuple(f"{name}: {why}" for name, why in model.impossible.items()),
         couples_samples=couples_samples(model.layers, running),
         has_running=not all(map(has_statistics, owners)),
-        has_statistics=any(map(has_statistics, owners)),
+        has_statistics=any(map(has_statistics, combined)),
+        is_synchronised=any(True for _ in synchronised(model.layers)),
+        couples_otherwise=bool(coupling_modules(model.layers, running)),
         has_scalar=any(p.dim() == 0 and p.requires_grad for p in model.layers.parameters()),
         is_tied=any(len(layers) > 1 for layers in layers_of_ties),
         has_dropout=any(dropout.p > 0 for dropout in dropouts),
@@ -120,7 +125,10 @@ def left_out(traits: Traits) -> list[str]:
             continue
         reasons.append(f"{name}: {row.why}")
         named.add(name)
-    if traits.couples_samples:
+    if traits.is_synchronised:
+        why = f"nn.SyncBatchNorm takes the statistics of all replicas{traits.of_coupling}"
+        reasons.append(f"other products of dp and micro_batch_size: {why}")
+    elif traits.couples_samples:
         why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
         reasons.append(f"other micro-batch sizes: {why}")
     return reasons

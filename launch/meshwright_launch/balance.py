@@ -18,13 +18,13 @@ MOST_SAMPLES = 8
 
 def describe_rows(parts: Parts) -> str:
     """Return how evenly the next step's rows are dealt to the replicas, in a line; empty for a
-    single replica, or without documents.
+    single replica, without documents, or with nn.SyncBatchNorm, which rules out ``"work"``.
 
     Reads document starts of a corpus. No communication. Ignores the sliding window of a model.
     """
     config, source, dp = parts.config, parts.source, parts.mesh.grid.dp
     is_even = dp == 1 or not config.data.document_boundaries
-    if is_even or not isinstance(source, CorpusSource):
+    if is_even or parts.blueprint.is_synchronised or not isinstance(source, CorpusSource):
         return ""
     size, chunks = config.batch.micro_batch_size or 1, parts.executor.schedule.chunks
     num_rows = dp * chunks * size

@@ -38,16 +38,18 @@ class DescribedModel(NamedTuple):
     whole: WholeModel
     traits: Traits
     global_batch: int
-    micro_batch_size: int
-    """The configuration's own."""
+    samples_together: int
+    """The configuration's own micro-batch size; with nn.SyncBatchNorm that of all replicas."""
 
     def sized(self, layout: Layout) -> Layout:
         """Return a layout with the configuration's own micro-batch size, where that divides the
         batch: fewer micro-batches than with single samples, whose schedules take long to draw.
+        With nn.SyncBatchNorm the replicas share these samples.
         """
-        if self.global_batch % (layout.dp * self.micro_batch_size):
+        sized = self.traits.with_samples(layout, self.samples_together)
+        if sized is None or self.global_batch % (sized.dp * sized.micro_batch_size):
             return layout
-        return layout._replace(micro_batch_size=self.micro_batch_size)
+        return sized
 
     def try_layout(self, layout: Layout) -> Answer:
         """Draw the blueprint of a layout, as a launch does."""
@@ -124,7 +126,9 @@ def _describe(config: RunConfig, ranks: int) -> DescribedModel:
     alone = with_layout(config, own, batch.global_batch)
     whole = describe(alone)
     traits = find_traits(alone, whole.plain, whole.shapes, whole.forward.running)
-    return DescribedModel(config, whole, traits, batch.global_batch, batch.micro_batch_size)
+    run = own._replace(dp=config.parallel.known_dp or 1)
+    together = traits.samples_together(run) if traits.is_synchronised else own.micro_batch_size
+    return DescribedModel(config, whole, traits, batch.global_batch, together)
 
 
 def _put_axes(described: DescribedModel, ranks: int) -> dict[str, list[int]]:

@@ -24,6 +24,10 @@ SAMPLES_PER_SIZE = 8
 """Samples per step over micro-batch size, for a model that couples samples:
 two replicas of four micro-batches.
 """
+MOST_TOGETHER, FEW_TOGETHER = 16, 4
+"""Largest dp x micro_batch_size of a run that verify keeps for nn.SyncBatchNorm, and what takes the
+place of a larger one.
+"""
 SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples per step and tokens per sample of a shrunk model."""
 
@@ -128,15 +132,14 @@ def plan_trials(
     global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
     config = prepare(config, whole=whole)
     traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)
-    own = config.batch.micro_batch_size or 2
-    # the number of samples in a micro-batch is part of the model
+    own = _samples_together(config, traits, whole=whole)
+    # the number of samples that see each other is part of the model
     if traits.couples_samples and not whole:
         global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
     if traits.couples_samples and words:
-        why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
-        put(f"micro_batch_size {own}, as the run has it: {why}")
+        put(_of_coupling(traits, own))
         layouts = [
-            layout if "mbs" in text else layout._replace(micro_batch_size=own)
+            layout if "mbs" in text else traits.with_samples(layout, own) or layout
             for text, layout in zip(words, layouts, strict=True)
         ]
     micro_batch_size = 1
@@ -157,6 +160,28 @@ def plan_trials(
     if not words and not whole:
         trials += further_trials(trials[0], traits, global_batch)
     return TrialPlan(trials, global_batch, repeated)
+
+
+def _samples_together(config: RunConfig, traits: Traits, *, whole: bool) -> int:
+    """Return the samples that see each other in the run, or fewer where these would take long."""
+    from meshwright.verify import own_samples
+
+    if config.batch.micro_batch_size is None:
+        return FEW_TOGETHER if traits.is_synchronised else 2
+    own = own_samples(config, traits)
+    is_many = traits.is_synchronised and own > MOST_TOGETHER
+    return FEW_TOGETHER if is_many and not whole else own
+
+
+def _of_coupling(traits: Traits, together: int) -> str:
+    """Return the line on layouts without a micro-batch size, in which samples see each other."""
+    if traits.is_synchronised:
+        return (
+            f"dp x micro_batch_size {together}: nn.SyncBatchNorm takes the statistics of all"
+            f" replicas{traits.of_coupling}"
+        )
+    why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
+    return f"micro_batch_size {together}, as the run has it: {why}"
 
 
 def magnify(

@@ -319,6 +319,13 @@ def test_the_guess_of_what_a_replica_reads_next_is_right(
     while len(found) < len(wanted):
         found.append(steps.following(found[-1]))
     assert found == wanted
+    wanted = []
+    for step in range(8):  # the replicas of a model with nn.SyncBatchNorm alternate
+        wanted += range(samples_after(batch, step) + 2 * replica, samples_after(batch, step + 1), 4)
+    steps.alternates, found = True, wanted[:1]
+    while len(found) < len(wanted):
+        found.append(steps.following(found[-1]))
+    assert found == wanted
     begins = [number for number in range(samples_after(batch, 8)) if steps.begins_at(number)]
     assert begins == [samples_after(batch, step) for step in range(8)]
 

@@ -131,6 +131,38 @@ def test_a_run_goes_on_bit_for_bit_with_its_statistics_on_any_pipeline(
 
 
 @pytest.mark.long
+def test_a_run_with_synchronised_statistics_goes_on_where_as_many_samples_are_together(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    of_model = {"model": {"options": {"channels": 4, "depth": 3, "synchronised": True}}}
+    two = {"parallel": {"dp": 2, "pp": 2}, "data": {"workers": 2}, **of_model}
+    prove(small(tmp_path, **of_model), ["mbs4", "dp2,mbs2,full", "dp4,mbs1,zero3"], pool)
+    whole = small(tmp_path, "whole", **two)
+    train(pool, whole)
+    parted = small(tmp_path, "parted", **two, train={"steps": 2})
+    train(pool, parted)
+    one = {"parallel": {"dp": 1, "pp": 3}, "batch": {"micro_batch_size": 4}}
+    assert "nn.SyncBatchNorm" not in train(pool, changed(parted, train={"steps": 4}, **one))
+    losses = [
+        [float.fromhex(loss) for loss in exact_losses(each).values()] for each in (parted, whole)
+    ]
+    assert losses[0][:2] == losses[1][:2] and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    found, expected = (tensors(run_directory(each.run)) for each in (parted, whole))
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        name = f"weights/layer2.norm.{name}"
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert expected["weights/layer0.norm.num_batches_tracked"] == 4 * 2, "each group once"
+    other = changed(whole, train={"steps": 5}, parallel={"dp": 1, "pp": 1})
+    assert "= 4 samples -> 2, which train other numbers; batch.micro_batch_size = 4" in train(
+        pool, other
+    )
+    evaluated = ["eval", str(run_directory(whole.run)), "--trust-code", "--parallel.dp=1"]
+    place = tmp_path / "found.json"
+    assert main([*evaluated, "--parallel.pp=1", f"--out={place}", "--batches=2"]) == 0
+    assert json.loads(place.read_text())["samples"] == 16
+
+
+@pytest.mark.long
 def test_a_run_does_not_go_on_with_other_images(pool: RankPool, tmp_path: Path) -> None:
     """The dataset's options may change, as where its files lie may; its samples may not."""
     config = small(tmp_path, train={"steps": 2})

@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shards-zero3": ("plain", "dp4,shard2,zero3,mbs2", {}),
     "sequence": ("gpt2", "dp2,tp2,sequence", {}),
     "ties": ("gpt2", "dp2,pp2,mbs2", {}),
+    "synchronised": ("synchronised", "dp2,pp2,mbs2,zero2", {}),
     "context": ("llama", "cp2,mbs2", {}),
     "three-axes": ("llama", "dp2,pp2,tp2,mbs2", {}),
     "experts": ("mixture", "dp4,ep2,mbs2", {}),
@@ -73,6 +74,9 @@ def config_for(model: str, layout: str, sections: dict[str, Any]) -> RunConfig:
     if model == "plain":
         options = {"vocab_size": 61, "width": 16, "depth": 3}
         config = config_of("tests.support.builders:plain", options, SIZE.sequence_length)
+    elif model == "synchronised":
+        builder = "tests.framework.verify.synchronised:build"
+        config = config_of(builder, {"depth": 2}, SIZE.sequence_length)
     elif model == "mixture":
         config = model_config("llama", SIZE, moe=MIXTURE)
     else:

@@ -44,6 +44,7 @@ from meshwright.errors import ModelError
 from meshwright.expert_parallel.router_tokens import share_router_tokens
 from meshwright.mesh.comm import Group
 from meshwright.model.build import PlainModel
+from meshwright.model.sync_batch_norm import synchronised
 from meshwright.placement.rewrite import ModuleSite, PlacementRule, rewrite
 from meshwright.seeding import SeededDropout
 
@@ -115,6 +116,7 @@ def apply(
             f"called with queries, keys and values (docs/long-context.md), or use parallel.cp = 1",
         )
     planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE, ROUTER)}
+    planned |= {name for name, _ in synchronised(model)}  # over the cp ranks too
     by_hooks = {
         name: kind for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE, PLACES)
     }

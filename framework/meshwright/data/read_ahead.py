@@ -5,7 +5,8 @@ the next micro-batches of this rank are read while the current ones train.
     waiting read
 
 The rank's next indices follow from the present ones: its replica reads blocks of ``chunks``
-micro-batches, one block in each global batch. A wrong guess only costs time, since samples are a
+micro-batches, one block in each global batch; for a model with nn.SyncBatchNorm, whose replicas
+alternate, every dp-th micro-batch. A wrong guess only costs time, since samples are a
 function of their indices. The queue holds two micro-batches for each thread. Threads are daemons
 and end with the process. With ``data.processes`` each thread has a process that finishes, see
 :mod:`meshwright.data.worker_process`.
@@ -44,6 +45,8 @@ class Steps:
         self.micro_batch_size = batch.micro_batch_size
         self._replicas = batch.global_batch // (batch.micro_batch_size * batch.chunks)
         self._phases = phases(batch)
+        self.alternates = False
+        """True where the micro-batches of the replicas alternate: NOTE [sample indices]."""
 
     def step_at(self, index: int) -> range:
         """Return the sample indices of the step that reads sample ``index``."""
@@ -61,6 +64,10 @@ class Steps:
         that starts at ``first``.
         """
         step = self.step_at(first)
+        if self.alternates:
+            after = first + self._replicas * self.micro_batch_size
+            rest = (first - step.start) % (self._replicas * self.micro_batch_size)
+            return after if after < step.stop else step.stop + rest
         own = len(step) // self._replicas
         replica = (first - step.start) // own
         after = first + self.micro_batch_size
@@ -118,6 +125,10 @@ class ReadAhead:
             # those of the step are kept: some schedules read a micro-batch twice
             del self._ahead[old]
         return future.result()
+
+    def expect_alternation(self) -> None:
+        """Guess the next reads of replicas whose micro-batches alternate."""
+        self._steps.alternates = True
 
     def _submit(self, wanted: range) -> Future[Samples]:
         future: Future[Samples] = Future()

@@ -77,6 +77,13 @@ def open_sources(config: RunConfig) -> tuple[AnySource, ValidationSources]:
     return training, validations
 
 
+def expect_alternation(source: Source) -> None:
+    """Make threads that read ahead expect the deal of a model with nn.SyncBatchNorm."""
+    ahead = getattr(source, "ahead", None)
+    if ahead is not None:
+        ahead.expect_alternation()
+
+
 def _check_like(training: AnySource, validation: AnySource) -> None:
     """Check that validation samples have the shapes of training:
     the stages are built for one shape.

@@ -37,6 +37,7 @@ from meshwright.mesh.holders import open_holders
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.buffers import is_saved
 from meshwright.model.build import materialise
+from meshwright.model.sync_batch_norm import join_replicas
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Executor
@@ -202,6 +203,8 @@ def open_trained(
     """
     config = blueprint.config
     mesh.compare_digests(blueprint.digest())
+    # without running statistics it takes those of the batch in eval mode too
+    join_replicas(blueprint.model.layers, mesh.replicas)
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
     loss = loss or pick_loss(blueprint, mesh.tp, training=False)

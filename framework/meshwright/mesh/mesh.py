@@ -117,6 +117,13 @@ class Mesh:
         copies = replicas.ranks[replicas.rank % shard_factor :: shard_factor]
         return self._subgroup(f"{name}_shard", shard), self._subgroup(f"{name}_replicate", copies)
 
+    def second_group(self, group: Group, name: str) -> Group:
+        """Return a group of the same ranks with a communicator of its own, whose messages do not
+        queue behind those of the first. Collective over all ranks. Blocks on CUDA.
+        """
+        alone = self._group(name, group.ranks)
+        return self._subgroup(name, group.ranks) if group.size > 1 else alone
+
     def over_tp(self, shard: Group) -> Group:
         """Return the group of all ranks in the tp groups of ``shard``, tp innermost.
         Collective over all ranks.

@@ -54,6 +54,7 @@ from meshwright.model.outline import ModelOutline
 from meshwright.model.own_attention import use_own_attention
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
+from meshwright.model.sync_batch_norm import use_replica_statistics
 from meshwright.model.unwritten import MARKED_UP_TO, FilledAtFirstTouch, is_marked
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import seed_dropouts, seeded
@@ -220,6 +221,7 @@ def build_model(
     if not is_scheme(path):  # a restructured model fills all tensors, or names those that it cannot
         problems += run.take_over(outline, owners, {name for names in tied for name in names[1:]})
     problems += requirements.buffer_problems(path, layers)
+    problems += use_replica_statistics(path, layers)
     if problems_found is not None and all(
         problem.code in requirements.DESCRIBABLE for problem in problems
     ):

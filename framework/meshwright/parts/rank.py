@@ -102,7 +102,9 @@ class StepFeed:
     samples_seen on. Micro-batch m of data-parallel rank dp_rank is the block of micro_batch_size
     indices that starts at samples_seen + (dp_rank x chunks + m) x micro_batch_size. This formula is nowhere
     else. Sources are read by index, so the layout does not matter, and a resume needs one number.
-    With ``batch.balance = "work"`` the same indices are dealt by data/work.py.
+    With ``batch.balance = "work"`` the same indices are dealt by data/work.py. A model with
+    nn.SyncBatchNorm couples the m-th micro-batches of all replicas, so these are neighbours: the block
+    starts at samples_seen + (m x dp + dp_rank) x micro_batch_size. data/read_ahead.py guesses both.
     """
 
     parts: ForwardParts
@@ -131,7 +133,11 @@ class StepFeed:
         chunks = self.parts.executor.schedule.chunks
         assert micro_batch_size is not None
         assert 0 <= m < chunks, (m, chunks)
-        first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
+        dp_rank = self.parts.mesh.at.dp_rank
+        block = dp_rank * chunks + m
+        if self.parts.blueprint.is_synchronised:
+            block = m * self.parts.mesh.grid.dp + dp_rank
+        first = self.samples_seen + block * micro_batch_size
         return range(first, first + micro_batch_size)
 
     def microbatch(self, m: int) -> Microbatch:

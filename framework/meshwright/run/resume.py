@@ -14,7 +14,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.memory import open_mirror
 from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
-from meshwright.config import LossScaling, samples_after, write_snapshot
+from meshwright.config import LossScaling, batch_numbers, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer import MAX_SCALE, LossScale, first_scale, saved_states_of
@@ -181,6 +181,7 @@ def _restore_from(
     take_states(parts.optimizer, manifest)
     restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
     changes += _describe_added(checkpoint, parts)
+    changes += _describe_statistics(manifest, parts)
     states = saved_callbacks(manifest)
     changes += [_DROPPED.format(name) for name in sorted(states.keys() - set(callbacks))]
     check_resumed(parts, manifest, str(path))
@@ -230,6 +231,30 @@ def _check_unfrozen(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> N
             " again to resume. To train them later, start a run in which their group has"
             " learning_rate_factor = 0 instead of frozen = true, and raise it at a resume",
         )
+
+
+def _describe_statistics(manifest: Manifest, parts: Parts) -> list[str]:
+    """Return a line where nn.SyncBatchNorm takes the statistics of another number of samples than
+    before: every layout is allowed, and that number is part of the model.
+    """
+    before: list[int] = []
+    for section, key in (("parallel", "dp"), ("batch", "micro_batch_size")):
+        keys = manifest.config.get(section)
+        value = keys.get(key) if isinstance(keys, Mapping) else None
+        before += [value] if isinstance(value, int) else []
+    if not parts.blueprint.is_synchronised or manifest.step == 0 or len(before) < 2:
+        return []
+    dp, together = parts.mesh.grid.dp, before[0] * before[1]
+    now = dp * batch_numbers(parts.config.batch).micro_batch_size
+    if together == now:
+        return []
+    keeps = "choose a dp that divides them"
+    if together % dp == 0:
+        keeps = f"batch.micro_batch_size = {together // dp} keeps them"
+    return [
+        f"nn.SyncBatchNorm: statistics of dp x micro_batch_size = {together} samples -> {now}, which"
+        f" train other numbers; {keeps}"
+    ]
 
 
 def _describe_added(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> list[str]:

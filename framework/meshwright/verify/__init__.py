@@ -5,7 +5,7 @@ from meshwright.config.combinations.layout import Layout, parse_layout
 from meshwright.traits import traits_of
 from meshwright.verify.compare import compare
 from meshwright.verify.defaults import default_layouts, run_twice
-from meshwright.verify.layouts import layout_config
+from meshwright.verify.layouts import layout_config, own_samples
 from meshwright.verify.magnify import amplify, clip_first, compress, split_buckets
 from meshwright.verify.probe import probe_coupling
 from meshwright.verify.rank import open_verify_source, run_layout
@@ -32,6 +32,7 @@ __all__ = [
     "layout_config",
     "make_small",
     "open_verify_source",
+    "own_samples",
     "parse_layout",
     "probe_coupling",
     "run_layout",

@@ -10,7 +10,7 @@ from functools import partial
 from meshwright.config import RunConfig
 from meshwright.config.combinations.features import Traits
 from meshwright.config.combinations.layout import Layout
-from meshwright.verify.layouts import is_possible, own_layout, refusal
+from meshwright.verify.layouts import is_possible, own_layout, own_samples, refusal
 from meshwright.verify.pairs import LayoutChoice, choose
 
 
@@ -28,14 +28,14 @@ def default_layouts(
         own_one if own_one.size <= max_ranks else scaled_down(own_one, global_batch, max_ranks),
         Layout(),
     ]
-    micro_batch_sizes: tuple[int, ...] = (1, 2)
-    if traits.couples_samples:  # the micro-batch size is part of the model: the same in all layouts
-        own = config.batch.micro_batch_size or 1
-        if 1 < own <= global_batch // 4 and global_batch % own == 0:
-            micro_batch_sizes = (own,)
-        else:
-            micro_batch_sizes = (2,)
-        first = [layout._replace(micro_batch_size=micro_batch_sizes[0]) for layout in first]
+    sizes: tuple[int, ...] = (1, 2)
+    if traits.couples_samples:  # how many samples see each other is part of the model
+        own = own_samples(config, traits)
+        fallback = 4 if traits.is_synchronised else 2  # for one sample on each of four replicas
+        fits_often = 1 < own <= global_batch // 4 and global_batch % own == 0
+        sizes = (own if fits_often else fallback,)
+        alike = (traits.with_samples(layout, sizes[0]) for layout in first)
+        first = [layout for layout in alike if layout is not None]
     length = config.data.sequence_length
     refusal_of = partial(refusal, config, global_batch=global_batch)
     first = [
@@ -45,7 +45,7 @@ def default_layouts(
     ]
     if own_one.size > max_ranks:
         first = [layout for layout in first if layout == Layout() or refusal_of(layout) is None]
-    return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal_of)
+    return choose(first, traits, global_batch, length, max_ranks, sizes, refusal_of)
 
 
 def scaled_down(own: Layout, global_batch: int, max_ranks: int) -> Layout:

@@ -74,6 +74,14 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
     return fits(layout, sizes) and find_refused(features_of(layout, traits)) is None
 
 
+def own_samples(config: RunConfig, traits: Traits) -> int:
+    """Return the samples on which a sample's numbers depend in the run of a configuration."""
+    own = Layout(dp=config.parallel.known_dp or 1)
+    return traits.samples_together(
+        own._replace(micro_batch_size=config.batch.micro_batch_size or 1)
+    )
+
+
 def own_layout(config: RunConfig, global_batch: int) -> Layout:
     """Return the configuration's own layout,
     with the micro-batch size reduced to give at least two per step.

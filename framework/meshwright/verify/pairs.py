@@ -137,7 +137,7 @@ def choose(
     global_batch: int,
     sequence_length: int,
     max_ranks: int,
-    micro_batch_sizes: Sequence[int],
+    sizes: Sequence[int],
     refusal_of: Callable[[Layout], str | None],
 ) -> LayoutChoice:
     """Choose layouts that cover every pair of any possible layout,
@@ -148,12 +148,16 @@ def choose(
 
     Args:
         first: Layouts that are taken in any case.
+        sizes: Micro-batch sizes; of a model with nn.SyncBatchNorm those of all replicas together.
         refusal_of: Function that returns the reason why this model cannot have a layout, or None.
     """
+    sized = candidates(max_ranks, sizes, eps_of(traits))
+    alike = (traits.with_samples(layout, layout.micro_batch_size) for layout in sized)
     possible = [
         layout
-        for layout in candidates(max_ranks, micro_batch_sizes, eps_of(traits))
-        if is_possible(layout, traits, global_batch, sequence_length)
+        for layout in alike
+        if layout is not None
+        and is_possible(layout, traits, global_batch, sequence_length)
         and is_full(layout, global_batch)
     ]
     numbers = {pair: 1 << at for at, pair in enumerate(wanted_pairs(traits))}

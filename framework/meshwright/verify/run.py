@@ -296,7 +296,7 @@ class Verification:
             is_repeated: True to run the layout twice; the runs must agree bit for bit.
         """
         # samples that depend on each other need the same micro-batches in the plain run
-        micro_batch_size = layout.micro_batch_size if self.traits.couples_samples else 1
+        micro_batch_size = self.traits.samples_together(layout)
         expected = self._reference(micro_batch_size)
         timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected.duration_s)
         moved: tuple[list[str], str] = [], ""
@@ -363,7 +363,8 @@ class Verification:
         if self._saved is None:
             return [], ""
         other, pause = self._saved
-        fits = not self.traits.couples_samples or other.micro_batch_size == layout.micro_batch_size
+        together = self.traits.samples_together
+        fits = together(other) == together(layout)
         if other == layout or not fits:
             return [], ""
         found = merge(run(pause._replace(is_saved=True)))

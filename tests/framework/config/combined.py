@@ -70,9 +70,9 @@ def with_scalar() -> nn.Sequential:
 class Normed(nn.Module):
     """Layer with BatchNorm over all tokens, and linears that the plan splits. (B, S, D) -> same."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = kind(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,6 +117,18 @@ def _planned(middle: nn.Module) -> nn.Sequential:
 def normed() -> nn.Sequential:
     """Build a model with BatchNorm in a layer that the plan splits."""
     return _planned(Normed())
+
+
+def synchronised() -> nn.Sequential:
+    """Build a model with SyncBatchNorm in a layer that the plan splits."""
+    return _planned(Normed(nn.SyncBatchNorm))
+
+
+def synchronised_and_coupled() -> nn.Sequential:
+    """Build a model with SyncBatchNorm and BatchNorm."""
+    layer = Normed()
+    layer.norm = nn.Sequential(nn.SyncBatchNorm(WIDTH), nn.BatchNorm1d(WIDTH))
+    return _planned(layer)
 
 
 def counting() -> nn.Sequential:

@@ -185,6 +185,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "no selective parts": (f"{SUPPORT}plain", {}),
     "single-number parameter": (f"{BUILDERS}with_scalar", {}),
     "BatchNorm statistics": (f"{BUILDERS}normed", {}),
+    "SyncBatchNorm": (f"{BUILDERS}synchronised", {}),
+    "SyncBatchNorm and other coupling": (f"{BUILDERS}synchronised_and_coupled", {}),
     "other running buffers": (f"{BUILDERS}counting", {}),
 }
 """A model with each trait: builder and options."""
@@ -197,8 +199,10 @@ WORDS = {
     "selective": "selective",
     "full": "full",
     "ZeRO-3": "dp2,zero3",
+    "dp": "dp2",
     "dp or cp": "dp2",
     "16 bits": "",
+    "balance by work": "",
 }
 """Smallest layout with a feature."""
 LENGTH, GLOBAL_BATCH = 8, 4
@@ -215,6 +219,10 @@ def asked_of(config: RunConfig, first: str) -> RunConfig:
     """Return the configuration of the smallest layout with a feature."""
     dtype = "bfloat16" if first == "16 bits" else "float32"
     layout = parse_layout(WORDS[first])
+    if first == "balance by work":
+        model = {"builder": "tests.framework.verify.synchronised:build_of_documents"}
+        data, batch = {"document_boundaries": True}, {"balance": "work"}
+        config = config.replace(model=model, data=data, batch=batch)
     return layout_config(config, layout, config.batch.global_batch or GLOBAL_BATCH, dtype)
 
 

@@ -39,6 +39,50 @@ class Balanced(nn.Module):
         self.counts.zero_()
 
 
+class LastStepNorm(nn.Module):
+    """Normalisation by the statistics of all tokens of the last step: no sample sees another."""
+
+    step_sums = ("count", "total", "squares")
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("mean", torch.zeros(width, device="cpu"))
+        self.register_buffer("variance", torch.ones(width, device="cpu"))
+        for name, size in (("count", 1), ("total", width), ("squares", width)):
+            sums = torch.zeros(size, dtype=torch.float64, device="cpu")
+            self.register_buffer(name, sums, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            rows = x.detach().flatten(0, -2).double()
+            self.count += len(rows)
+            self.total += rows.sum(0)
+            self.squares += rows.square().sum(0)
+        return (x - self.mean) * (self.variance + self.eps).rsqrt()
+
+    def end_step(self) -> None:
+        mean = self.total / self.count
+        self.mean.copy_(mean)
+        self.variance.copy_(self.squares / self.count - mean.square())
+        for name in self.step_sums:
+            self.get_buffer(name).zero_()
+
+
+def build_last_step_norm(vocab_size: int = 33, width: int = 8) -> nn.Sequential:
+    """Build a model with two such norms, one between linears that a plan splits."""
+    model = nn.Sequential()
+    model.add_module("tokens", nn.Embedding(vocab_size, width))
+    for index in range(2):
+        model.add_module(f"norm{index}", LastStepNorm(width))
+        model.add_module(f"up{index}", nn.Linear(width, 4 * width))
+        model.add_module(f"activation{index}", nn.Tanh())
+        model.add_module(f"down{index}", nn.Linear(4 * width, width))
+    model.add_module("head", nn.Linear(width, vocab_size))
+    model.sharding_plan = {"tokens": "vocab", "up*": "column", "down*": "row", "head": "vocab"}
+    return model
+
+
 def build(vocab_size: int = 33, width: int = 8, num_scales: int = 4) -> nn.Sequential:
     model = nn.Sequential()
     model.add_module("tokens", nn.Embedding(vocab_size, width))

@@ -5,6 +5,8 @@ the same in every layout.
 from __future__ import annotations
 
 import functools
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,18 @@ from torch import Tensor, nn
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.buffers import StepState, couples_samples, running_buffers
+from meshwright.model.build import PlainModel
+from meshwright.model.sync_batch_norm import use_replica_statistics
+from meshwright.pipeline.plan import check_synchronised
 from meshwright.verify import Verification, parse_layout, traits_of
 from meshwright.verify.layouts import layout_config
 from meshwright.verify.rank import merge, run_layout
 from meshwright_launch.pool import RankPool
-from tests.framework.pipeline.counting import Balanced, build
+from tests.framework.pipeline.counting import Balanced, LastStepNorm, build
+from tests.support.errors import raises
 from tests.support.marks import mark_all_rows_but
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 LAYOUTS = ("dp2,pp2,full", "dp2,tp2,sequence,zero3", "pp2,tp2,zb_h1,mbs2", "tp2,sequence,full,mbs2")
 
 
@@ -53,6 +60,31 @@ def test_sums_over_the_global_batch_are_those_of_one_process(text: str, pool: Ra
         found.weights["balanced0.bias"].abs().sum() > 0
         and found.weights["balanced1.counts"].sum() == 0
     )
+
+
+@functools.cache
+def proof_of_norms() -> Verification:
+    builder = "tests.framework.pipeline.counting:build_last_step_norm"
+    config = config_of(model={"builder": builder})
+    return Verification(config, global_batch=8, steps=3, random_tokens=True)
+
+
+@mark_all_rows_but("long", "dp2,pp2,mbs2,full")
+@pytest.mark.parametrize(
+    "text", ["dp2,pp2,mbs2,full", "dp4,mbs1,zero3", "mbs8", "tp2,sequence,mbs4", "pp2,zb_h1"]
+)
+def test_a_norm_by_the_last_step_has_one_process_at_any_micro_batch_size(
+    text: str, pool: RankPool
+) -> None:
+    """The class is that of docs/models.md."""
+    proof = proof_of_norms()
+    row = proof.compare_layout(parse_layout(text), pool, is_repeated="full" not in text)
+    assert row.passed, (row.problems, row.failure)
+    assert not proof.traits.couples_samples
+    moved = proof._reference(1).findings.weights["norm1.mean"]
+    assert 0 < moved.abs().sum() < float("inf")
+    code = inspect.getsource(LastStepNorm).replace(f'    """{LastStepNorm.__doc__}"""\n\n', "")
+    assert code in DOCUMENT.read_text()
 
 
 def test_step_sums_couple_no_samples() -> None:
@@ -173,6 +205,15 @@ def test_sums_that_cannot_be_taken() -> None:
     assert refusal(statistics, {}, dp=2) == "" and "parallel.cp = 2" in refusal(
         statistics, {}, cp=2
     )
-    assert "batch.micro_batch_size" in refusal(
-        nn.Sequential(nn.Flatten(0, 1), nn.SyncBatchNorm(8)), {}
-    )
+
+
+def test_statistics_of_replicas_inside_experts() -> None:
+    """Without parameters, whose numbers would not count the experts."""
+    model = PlainModel(nn.Sequential(nn.Sequential(nn.SyncBatchNorm(8, affine=False))))
+    assert not list(use_replica_statistics("test", model.layers))
+    for ep, plan in ((1, {"0": "experts"}), (2, {})):
+        model.plan = plan
+        check_synchronised(config_of(parallel={"dp": 2, "ep": ep}).parallel, "index", model, [])
+    model.plan = {"0": "experts"}
+    with raises("MW-PIPELINE-051", "0.0 (SyncBatchNorm)", "parallel.ep = 2"):
+        check_synchronised(config_of(parallel={"dp": 2, "ep": 2}).parallel, "index", model, [])

@@ -33,6 +33,14 @@ OF_GLOO = 4096
 keeps a copy of the message.
 """
 
+SYNCHRONISED = configured(dp=2, pp=2, chunks=4, zero=2).replace(
+    model={
+        "builder": "tests.framework.verify.synchronised:build",
+        "options": {"vocab_size": 100, "momentum": None},
+    },
+    pipeline={"recompute": "full"},
+)
+
 
 @pytest.mark.parametrize(
     "config",
@@ -43,6 +51,7 @@ keeps a copy of the message.
         long_row(RUNS["llama-mtp-pp2-tp2"]),
         long_row(RUNS["muon-bfloat16-step"]),
         long_row(RUNS["adafactor-tp2-zero2"]),
+        long_row(SYNCHRONISED),
     ],
     ids=[
         "pp2",
@@ -51,6 +60,7 @@ keeps a copy of the message.
         "llama-mtp-pp2-tp2",
         "muon-bfloat16-step",
         "adafactor-tp2-zero2",
+        "synchronised-pp2-full",
     ],
 )
 def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) -> None:

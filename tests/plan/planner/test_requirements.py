@@ -5,6 +5,7 @@ and names what it refuses.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,6 +159,24 @@ def test_batch_norm_keeps_its_micro_batch_size(capsys: pytest.CaptureFixture[str
     assert main([*arguments, "--train.dtype=bfloat16"]) == 2
     said = capsys.readouterr().err
     assert "its statistics stay float32" in said and "smaller model" not in said
+
+
+@pytest.mark.long
+def test_sync_batch_norm_keeps_dp_times_its_micro_batch_size(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = Path("examples/vision/convnet.toml").read_text()
+    path = tmp_path / "run.toml"
+    path.write_text(text.replace("dp = 1\n", "dp = 2\n").replace("pp = 4\n", "pp = 1\n"))
+    cluster = ["--cluster", "h100", "--nodes", "1", "--devices-per-node", "4"]
+    synchronised = "--model.options.synchronised=true"
+    assert main(["plan", str(path), *cluster, synchronised]) == 0
+    layouts = re.findall(r"  (\d) +(\d) +1  \S+ .*?  (\d+) x \d+  ", capsys.readouterr().out)
+    assert layouts and {int(dp) * int(size) for _, dp, size in layouts} == {2 * 8}
+    assert {int(dp) for _, dp, _ in layouts} >= {2, 4}
+    path.write_text(text.replace("dp = 1\n", ""))
+    assert main(["plan", str(path), *cluster, synchronised]) == 0
+    assert "set parallel.dp and batch.micro_batch_size in the file" in capsys.readouterr().err
 
 
 def test_an_own_layout_that_a_launch_refuses_is_not_compared() -> None:

@@ -26,7 +26,7 @@ from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.nearest import nearest, search_with_offload
 from meshwright_plan.planner.page import page
 from meshwright_plan.planner.plan import Plan, usable_bytes
-from meshwright_plan.planner.requirements import has_batch_norm
+from meshwright_plan.planner.requirements import has_batch_norm, has_synchronised
 from meshwright_plan.planner.search import BEST
 from meshwright_plan.planner.text import chosen_config, describe
 
@@ -78,7 +78,9 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     cache = ModelCache(
         config, execution_options(config.train, hardware), pins=pins, skew=options.skew
     )
-    if has_batch_norm(cache.model):
+    if has_synchronised(cache.model):
+        cache = cache.replaced(pins=pins | _own_samples_together(options.config, given))
+    elif has_batch_norm(cache.model):
         cache = cache.replaced(pins=pins | _own_micro_batch(options.config, given))
     check_skew(cache)
     warned = warn_of_alignment(cache, hardware, config)
@@ -211,6 +213,23 @@ def _own_micro_batch(path: str, overrides: Mapping[str, Any]) -> dict[str, int]:
     tell(
         "warning: the model has BatchNorm, whose statistics are those of a micro-batch: set"
         " batch.micro_batch_size"
+    )
+    return {}
+
+
+def _own_samples_together(path: str, overrides: Mapping[str, Any]) -> dict[str, int]:
+    """Return the configured dp x micro_batch_size, which is part of a model with nn.SyncBatchNorm,
+    as a pin.
+
+    Warns where the configuration does not set both.
+    """
+    given = _with_keys_of_file(path, overrides)
+    size, dp = given.get("batch.micro_batch_size"), given.get("parallel.dp")
+    if isinstance(size, int) and isinstance(dp, int):
+        return {"samples_together": dp * size}
+    tell(
+        "warning: the model has nn.SyncBatchNorm, whose statistics are those of dp x"
+        " micro_batch_size samples: set parallel.dp and batch.micro_batch_size in the file"
     )
     return {}
 

@@ -84,6 +84,11 @@ class Choice(NamedTuple):
             ep=self.ep,
         )
 
+    @property
+    def samples_together(self) -> int:
+        """Samples of a micro-batch of all replicas, whose statistics nn.SyncBatchNorm takes."""
+        return self.dp * self.micro_batch_size
+
     def has(self, pins: Mapping[str, int | str]) -> bool:
         """Return True if the layout has the pinned values, field -> value."""
         return all(getattr(self, name) == value for name, value in pins.items())

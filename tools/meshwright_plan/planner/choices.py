@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from meshwright.config import batch_numbers, phases
@@ -23,6 +23,7 @@ from meshwright_plan.planner.requirements import (
     changed_buffers,
     check_requirements,
     combination_refusal,
+    has_synchronised,
 )
 
 SCHEDULES = (
@@ -153,10 +154,11 @@ def _without_changed_buffers(
     """Yield what is offered; a layout that would change running buffers becomes a rejection,
     after the others.
     """
-    changes_buffers, refused = bool(changed_buffers(cache)), []
+    has_state = bool(changed_buffers(cache)) or has_synchronised(cache.model)
+    refused = []
     for each in offered:
         refusal = ""
-        if changes_buffers and isinstance(each, Choice):
+        if has_state and isinstance(each, Choice):
             refusal = buffers_refusal(cache, with_choice(cache.config, each))
         if refusal:
             refused.append(Rejection(refusal, str(each), 1))
@@ -193,6 +195,13 @@ def _with_experts(
     yield from (each for each in alone if isinstance(each, Rejection))
 
 
+def _micro_batch_sizes(pins: Mapping[str, int | str], dp: int) -> Sequence[int]:
+    """Return the micro-batch sizes to try: one where a number of samples is part of the model."""
+    if "samples_together" in pins:
+        return (int(pins["samples_together"]) // dp,)
+    return (int(pins["micro_batch_size"]),) if "micro_batch_size" in pins else MICRO_BATCH_SIZES
+
+
 def _of_degrees(
     cache: ModelCache, layout: partial[Choice], per_replica: int, in_node: int
 ) -> Iterator[Choice | Rejection]:
@@ -205,8 +214,12 @@ def _of_degrees(
     """
     pp, dp, cp = (layout.keywords[axis] for axis in ("pp", "dp", "cp"))
     replicas, num_layers, recomputes = dp * cp, len(cache.names), _recomputes(cache)
-    pinned_size = cache.pins.get("micro_batch_size")
-    for size in MICRO_BATCH_SIZES if pinned_size is None else (int(pinned_size),):
+    together = int(cache.pins.get("samples_together", 0))
+    if together % dp:
+        rule = f"dp does not divide the {together} samples whose statistics nn.SyncBatchNorm takes"
+        yield Rejection(rule, f"dp {dp}", 1)
+        return
+    for size in _micro_batch_sizes(cache.pins, dp):
         if per_replica % size:
             continue
         chunks = per_replica // size

@@ -14,7 +14,8 @@ from meshwright.errors import UserError
 from meshwright.mesh import Grid
 from meshwright.model.buffers import BatchNorm
 from meshwright.model.build import PlainModel
-from meshwright.pipeline.plan import check_running, describe_model
+from meshwright.model.sync_batch_norm import synchronised
+from meshwright.pipeline.plan import check_running, check_synchronised, describe_model
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.tensor_parallel.check import check_supported
 from meshwright_plan.planner.model_cache import ModelCache
@@ -67,6 +68,9 @@ def buffers_refusal(cache: ModelCache, config: RunConfig) -> str:
 
 
 def _check_buffers(cache: ModelCache, config: RunConfig) -> None:
+    if has_synchronised(cache.model):
+        balance, running = config.batch.balance, changed_buffers(cache)
+        check_synchronised(config.parallel, balance, cache.model, running)
     if not changed_buffers(cache):
         return
     # each schedule runs a stage's forwards in order
@@ -99,6 +103,11 @@ def changed_buffers(cache: ModelCache) -> list[str]:
         ).running
 
     return cache.cached("changed buffers", find)
+
+
+def has_synchronised(model: PlainModel) -> bool:
+    """Return True if dp x the micro-batch size is part of the model."""
+    return any(True for _ in synchronised(model.layers))
 
 
 def has_batch_norm(model: PlainModel) -> bool:

@@ -62,7 +62,11 @@ class Traits(NamedTuple):
     has_documents: bool = False
     """True if the samples have document starts, so that their tokens can be dealt by documents."""
     has_statistics: bool = False
-    """True if BatchNorm keeps running statistics."""
+    """True if a BatchNorm that is not synchronised keeps running statistics."""
+    is_synchronised: bool = False
+    """True if batch statistics are those of all replicas (``nn.SyncBatchNorm``)."""
+    couples_otherwise: bool = False
+    """True if modules besides these couple the samples of one replica's micro-batch."""
     has_scalar: bool = False
     """True if a parameter is a single number."""
     experts: tuple[int, ...] = ()
@@ -74,6 +78,21 @@ class Traits(NamedTuple):
     def of_coupling(self) -> str:
         """The coupling layer in parentheses with a leading space, or ""."""
         return f" ({self.coupling})" if self.coupling else ""
+
+    def samples_together(self, layout: Layout) -> int:
+        """Return the samples on which a sample's numbers depend: those of a batch of the plain
+        model that has the layout's numbers.
+        """
+        if not self.couples_samples:
+            return 1
+        return layout.micro_batch_size * (layout.dp if self.is_synchronised else 1)
+
+    def with_samples(self, layout: Layout, together: int) -> Layout | None:
+        """Return a layout in which numbers depend on ``together`` samples, see
+        :meth:`samples_together`; None if its replicas cannot share them evenly.
+        """
+        size, rest = divmod(together, layout.dp if self.is_synchronised else 1)
+        return None if rest else layout._replace(micro_batch_size=size)
 
     def rules_out(self, name: str) -> bool:
         """Return True if the model declares an axis, or sequence parallelism, impossible."""
@@ -142,6 +161,7 @@ SETTINGS: dict[str, Feature] = {
         lambda config: config.pipeline.schedule_file is not None, ("pipeline.schedule_file",)
     ),
     "batch ramp": Feature(lambda config: config.batch.ramp is not None, ("batch.ramp",)),
+    "balance by work": Feature(lambda config: config.batch.balance == "work", ("batch.balance",)),
     "CPU": Feature(lambda config: config.train.device == "cpu", ("train.device",)),
     "GPU list": Feature(lambda config: bool(config.launch.devices), ("launch.devices",)),
     "shared GPUs": Feature(lambda config: config.launch.share_devices, ("launch.share_devices",)),
@@ -240,6 +260,10 @@ MODEL: dict[str, Callable[[Traits], bool]] = {
     "no experts": lambda traits: not traits.experts,
     "no selective parts": lambda traits: not traits.has_selective,
     "BatchNorm statistics": lambda traits: traits.has_statistics,
+    "SyncBatchNorm": lambda traits: traits.is_synchronised,
+    "SyncBatchNorm and other coupling": lambda traits: (
+        traits.is_synchronised and traits.couples_otherwise
+    ),
     "other running buffers": lambda traits: traits.has_running,
     "single-number parameter": lambda traits: traits.has_scalar,
     "dropout": lambda traits: traits.has_dropout,

@@ -277,6 +277,38 @@ REFUSED_TRAITS = (
         "MW-PIPELINE-013",
     ),
     RefusedTrait(
+        "sequence",
+        "SyncBatchNorm",
+        "the ranks of a replica have parts of its tokens",
+        "MW-PIPELINE-048",
+    ),
+    RefusedTrait(
+        "tp",
+        "SyncBatchNorm",
+        "each rank would have statistics of its part of the features",
+        "MW-PIPELINE-011",
+        only="the plan splits a module of the same layer",
+    ),
+    RefusedTrait(
+        "16 bits",
+        "SyncBatchNorm",
+        "the statistics stay float32, beside which kernels take no 16-bit parameters",
+        "MW-PIPELINE-013",
+        only="it keeps running statistics",
+    ),
+    RefusedTrait(
+        "balance by work",
+        "SyncBatchNorm",
+        "statistics are those of consecutive samples",
+        "MW-PIPELINE-049",
+    ),
+    RefusedTrait(
+        "dp",
+        "SyncBatchNorm and other coupling",
+        "one takes the samples of all replicas, the other those of one",
+        "MW-PIPELINE-050",
+    ),
+    RefusedTrait(
         "dp or cp",
         "other running buffers",
         "forward changes buffers, and nothing combines two replicas' values",

@@ -11,6 +11,7 @@ from meshwright.model.buffers.running import cast_parameters as cast_parameters
 from meshwright.model.buffers.running import cast_running as cast_running
 from meshwright.model.buffers.running import cast_statistics as cast_statistics
 from meshwright.model.buffers.running import couples_samples as couples_samples
+from meshwright.model.buffers.running import coupling_modules as coupling_modules
 from meshwright.model.buffers.running import is_reused as is_reused
 from meshwright.model.buffers.running import keeps_statistics as keeps_statistics
 from meshwright.model.buffers.running import owner_of as owner_of

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.model.buffers.step_state import BatchNorm, BatchStatistics, has_step_sums
 from meshwright.model.build import meta_copy
 from meshwright.model.requirements import REPEATED
+from meshwright.model.sync_batch_norm import synchronised
 
 INSTEAD = (
     "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with"
@@ -73,17 +74,28 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
     """Return whether a sample's outputs or gradients depend on others of its micro-batch,
-    from types and buffers.
+    from types and buffers; see :func:`coupling_modules`.
+    """
+    return bool(coupling_modules(layers, running)) or any(True for _ in synchronised(layers))
+
+
+def coupling_modules(layers: nn.Sequential, running: Iterable[str]) -> list[str]:
+    """Return the names of the modules in which samples of one replica's micro-batch depend on each
+    other, without those that synchronise over the replicas.
 
     A module may declare it: ``couples_samples = True``, as a router with a batch loss does. Step
     sums couple none.
     """
-    coupling = any(not has_step_sums(owner_of(layers, name)) for name in running)
-    return coupling or any(
-        (isinstance(module, BatchNorm) and module.training)
-        or getattr(module, "couples_samples", False)
-        for module in layers.modules()
-    )
+    of_replicas = {module for _, module in synchronised(layers)}
+    changed = {name.rpartition(".")[0] for name in running}
+    found = []
+    for name, module in layers.named_modules(remove_duplicate=False):
+        is_changed = name in changed and not has_step_sums(module)
+        is_batch_norm = isinstance(module, BatchNorm) and module.training
+        declares = getattr(module, "couples_samples", False)
+        if module not in of_replicas and (is_changed or is_batch_norm or declares):
+            found.append(name)
+    return found
 
 
 def owner_of(layers: nn.Module, name: str) -> nn.Module:

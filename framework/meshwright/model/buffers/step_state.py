@@ -14,7 +14,9 @@ Two kinds of modules have such buffers:
 NOTE [statistics over replicas]: replica d of D runs c micro-batches, from r to r_d = a^c r + own
 terms, a = 1 - m. One process would run all of them in the order of the replicas, and end at a^(Dc)
 r + sum over d of a^((D-1-d)c) (r_d - a^c r). Nothing else is exchanged: batch statistics are those
-of one micro-batch, whose size is part of the model.
+of one micro-batch, whose size is part of the model. An nn.SyncBatchNorm has equal statistics on all
+replicas already (sync_batch_norm.py), which decay once per group of micro-batches: nothing is left
+to combine.
 
 The sums travel in the vector that the step all-reduces anyway, as float64: exact for integers below
 2^53.
@@ -157,7 +159,8 @@ class StepState:
         owner, _, attribute = name.rpartition(".")
         module = self._layers.get_submodule(owner)
         if has_statistics(module):
-            return self._num_replicas > 1 and attribute in STATISTICS
+            is_combined = self._num_replicas > 1 and not isinstance(module, nn.SyncBatchNorm)
+            return is_combined and attribute in STATISTICS
         return attribute in getattr(module, "step_sums", ())
 
     def begin(self, scale: float) -> None:

@@ -9,6 +9,7 @@ describe_boundaries                   values between the stages
 recomputed_names                      layers with activation checkpointing (recompute)
 offloaded_names                       layers with activation offload
 check_running                         running buffers (BatchNorm) that this layout would change
+check_synchronised                    nn.SyncBatchNorm whose samples this layout would not have together
 outline_of, outline_of_value          equality of layers and of values, for caches
 recomputed, recompute_parts, SplitBackward, accumulate_deferred   of a stage, for the planner's profile of layers
 """
@@ -28,6 +29,7 @@ from meshwright.pipeline.plan.outline import outline_of_value as outline_of_valu
 from meshwright.pipeline.plan.recompute_plan import offloaded_names as offloaded_names
 from meshwright.pipeline.plan.recompute_plan import recomputed_names as recomputed_names
 from meshwright.pipeline.plan.running import check_running as check_running
+from meshwright.pipeline.plan.running import check_synchronised as check_synchronised
 from meshwright.pipeline.recompute import recompute_parts as recompute_parts
 from meshwright.pipeline.recompute import recomputed as recomputed
 from meshwright.pipeline.split_backward import SplitBackward as SplitBackward

@@ -3,6 +3,7 @@
 step sums                  any layout: forward adds sums over tokens, and they are summed over the ranks once per step
 statistics (BatchNorm)     any pipeline and number of replicas: each stage runs the micro-batches in one order, and the
                            replicas' statistics are combined in the order of their samples
+SyncBatchNorm              the same; batch statistics are those of all replicas, whatever the layout
 any other buffer           one replica, no recompute: nothing combines two replicas' values, and a forward that runs
                            twice would change it twice
 """
@@ -17,6 +18,7 @@ from meshwright.config import Parallel
 from meshwright.errors import ModelError
 from meshwright.model.buffers import (
     INSTEAD,
+    coupling_modules,
     has_statistics,
     has_step_sums,
     is_reused,
@@ -25,6 +27,7 @@ from meshwright.model.buffers import (
     step_sum_problem,
 )
 from meshwright.model.build import PlainModel
+from meshwright.model.sync_batch_norm import synchronised
 from meshwright.placement.patterns import enclosing, entries_for, matching
 from meshwright.schedule.action import Kind, Schedule
 
@@ -100,18 +103,59 @@ def check_running(
         _check_order(schedule, what)
 
 
+def check_synchronised(
+    parallel: Parallel, balance: str, model: PlainModel, running: Iterable[str]
+) -> None:
+    """Raise :class:`ModelError` where an ``nn.SyncBatchNorm`` cannot have the statistics of
+    consecutive samples: NOTE [samples of a group].
+
+    ``balance``: ``batch.balance``.
+    """
+    layers = model.layers
+    found = {
+        name: f"{name} ({type(module).__name__}) takes the statistics of all replicas"
+        for name, module in synchronised(layers)
+    }
+    if not found:
+        return
+    what = next(iter(found.values()))
+    if parallel.sequence:
+        raise ModelError(
+            "MW-PIPELINE-048",
+            f"{what}, and under sequence parallelism the tensor-parallel ranks of a replica have"
+            " parts of its tokens: set parallel.sequence = false",
+        )
+    if balance == "work":
+        raise ModelError(
+            "MW-PIPELINE-049",
+            f'{what}, which must be of consecutive samples, and batch.balance = "work" deals them by'
+            ' their documents: set batch.balance = "index"',
+        )
+    for name, inside in found.items():
+        kinds = [kind for part in enclosing(name) for kind in entries_for(part, model.plan)]
+        if parallel.ep > 1 and "experts" in kinds:
+            raise ModelError(
+                "MW-PIPELINE-051",
+                f"{inside}, and with parallel.ep = {parallel.ep} these have other experts: move it"
+                " out of the experts, or set parallel.ep = 1",
+            )
+    others = coupling_modules(layers, running)
+    if (parallel.known_dp or 1) > 1 and others:
+        other = f"{others[0]} ({type(layers.get_submodule(others[0])).__name__})"
+        raise ModelError(
+            "MW-PIPELINE-050",
+            f"{what}, and {other} those of one replica's micro-batch: with parallel.dp ="
+            f" {parallel.dp} no single process computes both. Make both nn.SyncBatchNorm, leave one"
+            " out, or set parallel.dp = 1",
+        )
+
+
 def _check_replicas(parallel: Parallel, owner: nn.Module, what: str) -> None:
     """Raise :class:`ModelError` unless the buffers of a module can be combined over the replicas of
     the layout.
     """
-    if isinstance(owner, nn.SyncBatchNorm):
-        raise ModelError(
-            "MW-PIPELINE-040",
-            f"{what}: nn.SyncBatchNorm exchanges the statistics of a micro-batch over all"
-            " processes, so that its size depends on the layout. Use nn.BatchNorm (statistics of a"
-            " micro-batch of batch.micro_batch_size samples; the running statistics are those of"
-            " all replicas)",
-        )
+    if isinstance(owner, nn.SyncBatchNorm):  # equal on all replicas: check_synchronised
+        return
     if parallel.cp > 1 and has_statistics(owner):
         raise ModelError(
             "MW-PIPELINE-041",
