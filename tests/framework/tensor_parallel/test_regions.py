@@ -90,7 +90,7 @@ def test_regions_do_what_they_say_and_count_their_bytes(pool: RankPool, tp: int)
 
 
 def rows_rank(rank: int, tp: int) -> None:
-    """Tokens of all samples are in dim 0: a rank's rows come back to it."""
+    """Check regions on tokens of all samples in dim 0: a rank gets its own rows back."""
     group, rows = tp_group(rank, tp), 6
     parts = {r: of_rank(r, rows, D) for r in range(tp)}
     wholes = {r: of_rank(r, rows * tp, D) for r in range(tp)}

@@ -273,11 +273,11 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
             "units (heads or groups of heads) that must stay whole, and parallel.tp = 8",
         ),
         (
-            "olmo_hybrid",
+            "granitemoe",
             "tp2,sequence",
             (
-                "block0.layer.linear_attn (OlmoHybridGatedDeltaNet) may work on several tokens at a"
-                " time, and has no entry in its plan"
+                "block0.layer (GraniteMoeDecoderLayer) may work on several tokens at a time, and has"
+                " no entry in its plan"
             ),
         ),
         ("doge", "tp2", "which its plan shards: its gradient would be that of one rank's shard"),
