@@ -43,6 +43,7 @@ from meshwright_interop.huggingface.convert.weights import open_weights
 from meshwright_interop.huggingface.files import ADAPTER, CONFIG, read_config, read_json
 from meshwright_interop.huggingface.peft_files import settings_of as peft_settings_of
 from meshwright_interop.huggingface.peft_import import Base, fuse_factors, read_factors
+from meshwright_interop.huggingface.quantised import note_of, quantisation_of, with_values
 from meshwright_interop.huggingface.restructure.directory import vocabulary
 from meshwright_interop.huggingface.restructure.layers import (
     OWN_OPTIONS,
@@ -54,7 +55,7 @@ from meshwright_interop.huggingface.source import SafetensorsDirectory, open_sou
 
 OF_THE_FILE = (
     *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-    *("use_cache", "vocab_size"),
+    *("use_cache", "vocab_size", "quantization_config"),
 )
 """Fields of a config.json that change no number of the same weights, or have a line of their own."""
 MOST_FIELDS = 20
@@ -74,9 +75,10 @@ def weights(place: str, model: Model) -> WeightSource:
         return _restructured(directory, model)
     if any(family.builder == model.builder for family in FAMILIES):
         return _converted(directory, model)
-    read_config(directory)
-    source = open_weights(directory)
-    return _source(directory, source, {}, _as_they_are(source))
+    quantisation = quantisation_of(read_config(directory), str(directory / CONFIG))
+    source = with_values(open_weights(directory), quantisation)
+    note = note_of(source, quantisation)
+    return _source(directory, source, {}, _as_they_are(source), (note,) if note else ())
 
 
 class _Tensors(NamedTuple):
@@ -108,10 +110,12 @@ def _source(
 def _digest(directory: Path, source: SafetensorsDirectory) -> str:
     """Return a hash of the files' headers, sizes and sampled bytes."""
     total = hashlib.sha256()
+    files = set()
     for name in sorted(source.tensors):
-        _, key, dtype, shape = source.tensors[name]
-        total.update(f"{name} {key} {dtype} {shape}\n".encode())
-    for file in sorted({location.file for location in source.tensors.values()}):
+        for place in source.tensors[name].stored:
+            total.update(f"{name} {place.key} {place.dtype} {place.shape}\n".encode())
+            files.add(place.file)
+    for file in sorted(files):
         total.update(f"{file.name} {file.stat().st_size} {sampled_sha256(file)}\n".encode())
     for name in (CONFIG, ADAPTER):
         if (directory / name).is_file():
@@ -203,6 +207,7 @@ def _restructured(directory: Path, model: Model) -> WeightSource:
 
     own = Path(model.builder.partition(":")[2]).expanduser()
     notes = _other_fields(read_config(directory), read_config(own) | model.options)
+    notes += (built.weights_note,) if built.weights_note else ()
     left_over = left_over_of(built.layers)
     if left_over:
         more = ", ..." if left_over[3:] else ""

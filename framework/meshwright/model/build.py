@@ -17,6 +17,7 @@ have:
     label_smoothing, z_loss   numbers: options of the default loss in training
     loss_heads      [(shift of the labels, weight), ...]: the last layer returns a tuple of so many logits
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
+    weights_note    a line of the summary before step 1, on the first weights
     impossible      {"tp" | "cp" | "sequence": reason why the model does not support it}
     parameter_groups  as the configuration's ``model.parameter_groups``; factors of both multiply
     matrices        {pattern: how a weight splits into matrices}, for an optimizer of matrices: see matrices.py
@@ -97,6 +98,8 @@ class PlainModel:
     selective_recompute: list[str] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)
     """"tp", "cp", "sequence" -> reason why the model does not support it."""
+    weights_note: str = ""
+    """Line of the summary on the first weights, such as that files were dequantised; empty: none."""
     current: CurrentMicrobatch = field(default_factory=CurrentMicrobatch)
     seed: int = 0
     owners: dict[str, ParameterOwner] = field(default_factory=dict)
@@ -249,6 +252,7 @@ def build_model(
         ],
         selective_recompute=list(getattr(layers, "selective_recompute", [])),
         impossible=dict(getattr(layers, "impossible", {})),
+        weights_note=str(getattr(layers, "weights_note", "")),
         current=seed_dropouts(layers, seed),
         seed=seed,
         owners=owners,

@@ -37,11 +37,11 @@ from meshwright.placement.patterns import entries_for, fits
 from meshwright.system.user_line import user_line
 
 ADAPTER, FP8, RECOMPUTE, RULE = "an adapter", "float8", "recompute", "a rule"
-HOOKED = ("sequence", "gather", "vocab", RULE)
+HOOKED = ("sequence", "gather", "gather_cut", "vocab", RULE)
 """Kinds of a sharding plan that register hooks on the module. Those of context parallelism alone:
 its mixing.py.
 """
-NEEDED = ("sequence", "gather")
+NEEDED = ("sequence", "gather", "gather_cut")
 """Kinds whose module changes activations, so that one without a call leaves them as they are."""
 SPLIT = ("column", "row", "column_whole", "row_whole", "vocab", "experts", RULE)
 """Kinds that split parameters."""

@@ -156,6 +156,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
                 f"{blueprint.num_parameters:,} parameters"
             ),
             f"           {config.train.dtype}, {zero}{sequence}",
+            *_first_weights(blueprint),
             f"batch      {of_samples}",
             f"           {of_tokens}",
             *_ramp(blueprint),
@@ -172,6 +173,12 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             *_table(rank_shares(blueprint)),
         ]
     )
+
+
+def _first_weights(blueprint: Blueprint) -> list[str]:
+    """Return the model's own line on its first weights, if it has one."""
+    note = blueprint.model.weights_note
+    return [f"           {note}"] if note else []
 
 
 def _sharding_traffic(blueprint: Blueprint) -> list[str]:

@@ -36,6 +36,7 @@ class ShardingKind(StrEnum):
     FEATURES = "features"
     UNCUT = "uncut"
     GATHER = "gather"
+    GATHER_CUT = "gather_cut"
     CONTEXT = "context"
     POSITIONS = "positions"
     PLACES = "places"

@@ -18,7 +18,8 @@ kind ``gather`` and a user's own sharding rules.
 
 Bytes on the wire per rank, M = bytes of the full activation: all-reduce 2 M (tp-1)/tp, all-gather
 and reduce-scatter M (tp-1)/tp. Shapes: B micro-batch, S sequence, D and F features; dim 1 is the
-sequence.
+sequence. Tokens may be joined with the samples, (B S, D): a gather then has the ranks' rows one
+after the other, for modules that compute token by token.
 """
 
 from __future__ import annotations
@@ -80,12 +81,14 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
 @outside_graphs
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """All-gather the sequence over tp: (B, S/tp, D) -> (B, S, D), for a computation split over tp.
-    Blocks.
+    Blocks. Rows of tokens (N/tp, D) -> (N, D), in the order of the ranks.
 
     Backward reduce-scatters the gradient: (B, S, D) partial sums -> this rank's (B, S/tp, D).
     """
     if group.size == 1:
         return x
+    if x.dim() == 2:
+        return gather_sequence(x[None], group)[0]
     group.begin_collective("all_gather", x, group.size)
     y = mappings_of(x, group).gather_sequence(x.contiguous(), group=group.process_group)
     group.end_collective()
@@ -96,12 +99,14 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
 @outside_graphs
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter partial sums over tp: (B, S, D) -> this rank's (B, S/tp, D) of their sum.
-    Blocks.
+    Blocks. Rows of tokens (N, D) -> this rank's (N/tp, D), as :func:`gather_sequence` has them.
 
     Backward all-gathers the gradient along the sequence.
     """
     if group.size == 1:
         return x
+    if x.dim() == 2:
+        return reduce_scatter_sequence(x[None], group)[0]
     group.begin_collective("reduce_scatter", x)
     y = mappings_of(x, group).reduce_scatter_sequence(
         split_sequence(x, group.size).flatten(0, 1), group=group.process_group

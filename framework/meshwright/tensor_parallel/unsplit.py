@@ -9,7 +9,11 @@ each rank runs them on some or all of the activations.
     "*.norm_of_q"      uncut       works on all features, between column_whole    full, not split
                                    and row_whole: all ranks compute it alike
     "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
-                                   gathered once before it, not by each column    then do not communicate
+                                   gathered once before it, not by each column    then do not communicate;
+                                                                                  rows (N, D): token by token
+    "*.mixer"          gather_cut  not split, and mixes tokens: under sequence    cut -> whole -> cut; all ranks
+                                   parallelism its first input is gathered        compute alike, gradients are
+                                   before it, and its output cut after it         those of a rank's rows
     "*.router"         router      scores of the experts, replicated              whole -> whole, token by token
 
 Kinds for other axes. For tensor parallelism ``context`` is like ``heads``, and the others are like
@@ -56,6 +60,7 @@ def unsplit_rules(plan: Mapping[str, Any], group: Group, sequence: bool) -> Iter
     if sequence:
         hooks = {
             ShardingKind.GATHER: partial(_hook_gather, group),
+            ShardingKind.GATHER_CUT: partial(_hook_gather_cut, group),
             ShardingKind.SEQUENCE: partial(_hook_cut, group),
             ShardingKind.ROUTER: partial(_share_router, group),
         }
@@ -68,6 +73,11 @@ def unsplit_rules(plan: Mapping[str, Any], group: Group, sequence: bool) -> Iter
 
 def _hook_gather(group: Group, site: ModuleSite) -> None:
     site.module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
+
+
+def _hook_gather_cut(group: Group, site: ModuleSite) -> None:
+    _hook_gather(group, site)
+    site.module.register_forward_hook(partial(_cut_first, group))
 
 
 def _hook_cut(group: Group, site: ModuleSite) -> None:
@@ -86,7 +96,7 @@ def _cut_mask(group: Group, sequence: bool, site: ModuleSite) -> None:
     if kind == ShardingKind.OWN:  # its rule has said
         return
     # the sequence is cut after these modules
-    whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)
+    whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT, ShardingKind.GATHER_CUT)
     split = kind in ON_HEADS or (sequence and not whole)
     dim = -1 if kind == ShardingKind.FEATURES else 1
     is_cut = split or kind == ShardingKind.FEATURES
@@ -113,10 +123,21 @@ def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: 
     return cut_sequence(output, group, POSITION_DIM)
 
 
+def _cut_first(group: Group, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Cut this rank's part of the sequence from the first output of a module of kind
+    ``gather_cut``: (B, S, D) -> (B, S/tp, D). No communication: in backward a rank has the
+    gradient of its own rows alone, and the gather before the module sums what they give its input.
+    """
+    if isinstance(output, Tensor):
+        return cut_sequence(output, group, 1)
+    first, *others = output
+    return (cut_sequence(first, group, 1), *others)
+
+
 def _gather_input(
     group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D)
-    -> (B, S, D). Blocks.
+    """All-gather the sequence of the first input of a module of kind ``gather`` or ``gather_cut``:
+    (B, S/tp, D) -> (B, S, D). Blocks.
     """
     return change_first(partial(gather_sequence, group=group), args, kwargs)

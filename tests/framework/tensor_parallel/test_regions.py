@@ -7,15 +7,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel import regions
+from meshwright.tensor_parallel.plan import apply
 from meshwright_launch.pool import RankPool
-from tests.framework.tensor_parallel.ranks_of_tp import close, drawn, lonely_group, part, tp_group
+from tests.framework.tensor_parallel.ranks_of_tp import (
+    close,
+    drawn,
+    fill,
+    lonely_group,
+    part,
+    tp_group,
+)
 
 B, S, D = 3, 8, 5
 
@@ -78,6 +87,61 @@ def test_regions_do_what_they_say_and_count_their_bytes(pool: RankPool, tp: int)
             "all_gather": (2, 2 * whole * (tp - 1) / tp),
             "reduce_scatter": (2, 2 * whole * (tp - 1) / tp),
         }
+
+
+def rows_rank(rank: int, tp: int) -> None:
+    """Check regions on tokens of all samples in dim 0: a rank gets its own rows back."""
+    group, rows = tp_group(rank, tp), 6
+    parts = {r: of_rank(r, rows, D) for r in range(tp)}
+    wholes = {r: of_rank(r, rows * tp, D) for r in range(tp)}
+    total = torch.stack(list(wholes.values())).sum(0)
+    y, dx = backward(parts[rank], lambda x: regions.gather_sequence(x, group), wholes[rank])
+    close(y, torch.cat(list(parts.values())))
+    close(dx, part(total, 0, rank, tp))
+    y, dx = backward(wholes[rank], lambda x: regions.reduce_scatter_sequence(x, group), parts[rank])
+    close(y, part(total, 0, rank, tp))
+    close(dx, torch.cat(list(parts.values())))
+
+
+def test_rows_of_tokens_come_back_to_their_rank(pool: RankPool) -> None:
+    pool.run(rows_rank, 2)
+
+
+class Mixer(nn.Module):
+    """Token mixer that returns more than one value, as attention of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = fill(nn.Linear(D, D, dtype=torch.float64))
+
+    def forward(self, *, hidden: Tensor, table: Tensor) -> tuple[Tensor, None]:
+        return self.inner(hidden).cumsum(1) * table, None
+
+
+def mixer_rank(rank: int, tp: int, *, sequence: bool) -> None:
+    group, table = tp_group(rank, tp), drawn(S, 1, seed=1)
+    plain, split = Mixer(), Mixer()
+    model = nn.Sequential(nn.Embedding(4, D), split, nn.Linear(D, 4))
+    plan = {"0": "vocab", "1": "gather_cut", "2": "vocab"}
+    infos = apply(model, plan, [], group, sequence, {})
+    assert infos["1.inner.weight"].is_partial == sequence
+    x, gradient = drawn(B, S, D), drawn(B, S, D, seed=2)
+    mine, its = (part(each, 1, rank, tp) if sequence else each for each in (x, gradient))
+    y, dx = backward(x, lambda x: plain(hidden=x, table=table)[0], gradient)
+    of_rank, dx_of_rank = backward(mine, lambda x: split(hidden=x, table=table)[0], its)
+    weight = split.inner.weight.grad
+    assert weight is not None
+    if sequence:
+        y, dx = (part(each, 1, rank, tp) for each in (y, dx))
+        weight = regions.reduce_out(weight, group)
+    close(of_rank, y)
+    close(dx_of_rank, dx)
+    close(weight, plain.inner.weight.grad)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_module_that_mixes_tokens_sees_all_of_them(pool: RankPool, sequence: bool) -> None:
+    pool.run(partial(mixer_rank, sequence=sequence), 2)
 
 
 def strided_rank(rank: int, tp: int) -> None:

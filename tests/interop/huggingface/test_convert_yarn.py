@@ -70,6 +70,12 @@ DEEPSEEK_V3 = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,
     "vocab_size": 129280,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
 }
 KIMI_K2 = DEEPSEEK_V3 | {
     "first_k_dense_replace": 1,
@@ -87,7 +93,6 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
-"""As they are released, without ``quantization_config``: the weights have to be bfloat16."""
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2"])

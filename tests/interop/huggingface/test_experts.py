@@ -127,6 +127,40 @@ def test_every_layout_gives_the_numbers_of_one_process(
     assert report.passed, report.table()
 
 
+WITH_SHARED = ("tp2,sequence", "tp2,ep2,sequence", "pp2,tp2,sequence", "pp2,tp2,ep2,sequence")
+"""Layouts that gather the tokens of shared experts."""
+ONE_DIM = ("ernie4_5_moe", "hy_v3")
+"""Models whose shared experts take samples and tokens in one dim."""
+TWO_DIMS = ("deepseek_v3", "glm4_moe", "dots1", "axk1", "aria_text", "kolibri1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("ernie4_5_moe", WITH_SHARED[1:2]),
+        long_row("deepseek_v3", WITH_SHARED),
+        long_row("ernie4_5_moe", WITH_SHARED),
+        *[LATER(kind, WITH_SHARED) for kind in ("hy_v3", *TWO_DIMS[1:])],
+        *[LATER(kind, ("dp2,tp2,ep4,sequence,zero3", "tp2,sequence,full")) for kind in ONE_DIM[:2]],
+    ],
+)
+def test_tokens_of_shared_experts_are_gathered(
+    kind: str, layouts: tuple[str, ...], tmp_path: Path, pool: RankPool
+) -> None:
+    """Micro-batches of two samples: the ranks' rows are not those of one sequence."""
+    path = directory(kind, tmp_path)
+    model = build_model(f"hf:{path}", {}, 1)
+    assert "sequence" not in model.impossible
+    gathered = [name for name, form in model.plan.items() if form == "gather"]
+    assert any("shared_expert" in name for name in gathered), gathered
+    config = run_config(path, batch={"micro_batch_size": 2, "global_batch": 4})
+    wanted = [parse_layout(text) for text in layouts]
+    report = verify(config, wanted, pool, global_batch=4, steps=2, random_tokens=True)
+    assert report.passed, report.table()
+    worst = max(row.gradient for row in report.rows)
+    assert 0 < worst < 1e-10, report.table()
+
+
 @marked_rows("long", "mixtral")
 @pytest.mark.parametrize(
     "kind",

@@ -133,7 +133,7 @@ def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
     )
     assert "no causal language model of this architecture" in said(directory("vit", tmp_path))
     quantized = changed(directory("llama", tmp_path), quantization_config={"quant_method": "gptq"})
-    assert "the weights are quantized (gptq)" in said(quantized)
+    assert "the weights are quantised (gptq)" in said(quantized)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,11 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
             "units (heads or groups of heads) that must stay whole, and parallel.tp = 8",
         ),
         (
-            "olmo_hybrid",
+            "granitemoe",
             "tp2,sequence",
             (
-                "block0.layer.linear_attn (OlmoHybridGatedDeltaNet) may work on several tokens at a"
-                " time, and has no entry in its plan"
+                "block0.layer (GraniteMoeDecoderLayer) may work on several tokens at a time, and has"
+                " no entry in its plan"
             ),
         ),
         ("doge", "tp2", "which its plan shards: its gradient would be that of one rank's shard"),
@@ -351,7 +351,7 @@ def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
     [
         ({"model_type": ["llama"]}, "model_type = ['llama'] is no architecture of transformers"),
         ({"model_type": "lama", "auto_map": "x"}, "did you mean 'llama'?"),
-        ({"quantization_config": "int4"}, "the weights are quantized (int4)"),
+        ({"quantization_config": "int4"}, "the weights are quantised (int4)"),
         ({"text_config": "x"}, "transformers rejects it: 'str' object has no attribute"),
         (
             {"num_hidden_layers": 10**11},

@@ -181,6 +181,23 @@ def tasks_of_eval(parser: argparse.ArgumentParser) -> None:
         help="examples before each question (default: the task's)",
     )
     of_tasks("--questions", type=count, metavar="N", help="questions of each task (default: all)")
+    of_tasks(
+        "--chat-template",
+        metavar="NAME",
+        help=(
+            "write the prompts with a chat template: `tokenizer`, for the one beside the run's"
+            " tokenizer, or a .jinja file"
+        ),
+    )
+    of_tasks("--system", metavar="TEXT", help="system message, or text before each prompt")
+    of_tasks(
+        "--shots-as",
+        choices=("turns", "text"),
+        help=(
+            "with a chat template: examples as turns of user and assistant (the default), or in"
+            " one message with the question"
+        ),
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

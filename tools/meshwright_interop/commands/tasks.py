@@ -17,8 +17,14 @@ def evaluate_tasks(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.tasks is None:
         raise ConfigError(
             "MW-INTEROP-173",
-            "--task-folder, --shots and --questions are of --tasks: name the tasks, or leave them"
-            " out",
+            "--task-folder, --shots, --questions, --chat-template, --system and --shots-as are of"
+            " --tasks: name the tasks, or leave them out",
+        )
+    if options.shots_as is not None and options.chat_template is None:
+        raise ConfigError(
+            "MW-INTEROP-177",
+            f"--shots-as {options.shots_as} is of a chat template: name one with --chat-template, or"
+            " leave it out",
         )
     is_launched = check_inference(options)
     for name in ("data", "batches"):
@@ -37,7 +43,15 @@ def evaluate_tasks(options: argparse.Namespace, overrides: list[str]) -> int:
         trust_code=options.trust_code,
         has_own_rows=True,
     )
-    request = TaskRequest(options.tasks, options.task_folder, options.shots, options.questions)
+    request = TaskRequest(
+        options.tasks,
+        options.task_folder,
+        options.shots,
+        options.questions,
+        options.chat_template,
+        options.system,
+        options.shots_as != "text",
+    )
     work = TaskJob(place, request, options.out)
     return run_inference(
         config, place.run, lambda config, size: (work, check(config, size, request))

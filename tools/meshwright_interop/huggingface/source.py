@@ -36,6 +36,22 @@ class TensorLocation(NamedTuple):
     key: str
     dtype: str
     shape: tuple[int, ...]
+    encoded: EncodedValues | None = None
+    """Quantised form in which the values are stored; None: they are stored as they are."""
+
+    @property
+    def stored(self) -> tuple[TensorLocation, ...]:
+        """Return the locations of what the files hold: this one, or its codes and scales."""
+        return (self,) if self.encoded is None else (self.encoded.codes, self.encoded.scales)
+
+
+class EncodedValues(NamedTuple):
+    """Tensor that is stored as codes and their scales, see quantised.py."""
+
+    codes: TensorLocation
+    scales: TensorLocation
+    decode: Callable[[Tensor, Tensor], Tensor]
+    """Function of both, which returns the values; of a stack of matrices also those of a part."""
 
 
 class OpenFiles(ExitStack):
@@ -47,8 +63,13 @@ class OpenFiles(ExitStack):
         super().__init__()
         self._files: dict[Path, Any] = {}
 
-    def tensor(self, stored: TensorLocation) -> Any:
-        """Return a tensor on the CPU, memory-mapped from its file."""
+    def tensor(self, stored: TensorLocation, part: slice = slice(None)) -> Any:
+        """Return a tensor on the CPU, memory-mapped from its file; a quantised one dequantised.
+        ``part``: of a quantised stack of matrices, those that are wanted.
+        """
+        if (encoded := stored.encoded) is not None:
+            codes, scales = self.tensor(encoded.codes), self.tensor(encoded.scales)
+            return encoded.decode(codes[part], scales[part])
         if stored.file not in self._files:
             file = safe_open(stored.file, framework="pt", device="cpu")
             self._files[stored.file] = self.enter_context(file)
@@ -64,16 +85,19 @@ class SafetensorsDirectory:
         self.path = path
         self.tensors = tensors
 
-    def read(self, name: str, files: OpenFiles | None = None) -> Tensor:
-        """Return a tensor on the CPU, memory-mapped from its file.
+    def read(self, name: str, files: OpenFiles | None = None, part: slice = slice(None)) -> Tensor:
+        """Return a tensor on the CPU, memory-mapped from its file; a quantised one dequantised.
         The caller copies it and does not keep it.
 
-        ``files``: those that stay open for further reads; None: none does.
+        Args:
+            name: that of the tensor.
+            files: those that stay open for further reads; None: none does.
+            part: of a quantised stack of matrices, those that are wanted.
         """
         stored = self.tensors[name]
         try:
             with OpenFiles() if files is None else nullcontext(files) as opened:
-                tensor = opened.tensor(stored)
+                tensor = opened.tensor(stored, part)
         except (SafetensorError, OSError) as error:
             raise ModelError(
                 "MW-INTEROP-082", f"{stored.file}: tensor {stored.key} cannot be read: {error}"
@@ -82,7 +106,15 @@ class SafetensorsDirectory:
         return tensor
 
     def copy_to(self, name: str, target: Tensor, first: int = 0) -> None:
-        """Copy rows of a tensor into ``target``, as many as this has; ``first``: the first row."""
+        """Copy rows of a tensor into ``target``, as many as this has; ``first``: the first row.
+        Experts that are quantised as one tensor are dequantised one by one.
+        """
+        place = self.tensors[name]
+        if place.encoded is not None and len(place.shape) == 3:
+            with OpenFiles() as opened:
+                for expert, row in enumerate(target, first):
+                    row.copy_(self.read(name, opened, slice(expert, expert + 1))[0])
+            return
         stored = self.read(name)
         target.copy_(stored if stored.dim() == 0 else stored[first : first + len(target)])
 

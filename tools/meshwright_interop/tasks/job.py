@@ -15,6 +15,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenizers import Tokenizer
+
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError, UserError, reason_of
@@ -28,6 +30,7 @@ from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.output import print_lines
 from meshwright.tracking.observer import has_perplexity
 from meshwright.tracking.record import encode_number
+from meshwright_interop.tasks.chat import ChatPrompts
 from meshwright_interop.tasks.library import (
     TaskRequest,
     import_lm_eval,
@@ -66,6 +69,8 @@ class TaskResult:
     scores: tuple[TaskScore, ...]
     versions: Mapping[str, Any] = field(default_factory=dict)
     """Version of each task."""
+    prompts: str = ""
+    """Form of the prompts, if they have another one than the task's plain text."""
 
     def lines(self) -> str:
         """Return the result as text for a terminal."""
@@ -77,9 +82,9 @@ class TaskResult:
             + (f"  of {score.questions:,} questions" if score.questions else "")  # a group has none
             for score in self.scores
         ]
-        return "\n".join(
-            [f"checkpoint     {place}", f"tasks          lm-eval {self.lm_eval}", *rows]
-        )
+        head = [f"checkpoint     {place}", f"tasks          lm-eval {self.lm_eval}"]
+        head += [f"prompts        {self.prompts}"] if self.prompts else []
+        return "\n".join([*head, *rows])
 
     def to_json(self) -> str:
         """Return the result as JSON."""
@@ -129,6 +134,7 @@ class TaskJob:
             lm_eval=version("lm_eval"),
             scores=tuple(scores_of(found)),
             versions=dict(found["versions"]),
+            prompts=self.request.prompts,
         )
 
 
@@ -147,17 +153,22 @@ def run_tasks(
         return None
     failure = f"lm-evaluation-harness cannot evaluate {', '.join(request.names)}"
     error_text = "it was ended"
+    chat = None
     try:
         from meshwright_interop.tasks.model import RanksModel
 
+        chat = open_prompts(request, texts.path, texts.tokenizer)
         manager, names = open_tasks(request)
         with quiet(), kept_generators():
             found: dict[str, Any] = import_lm_eval().evaluator.simple_evaluate(
-                model=RanksModel(ranks, texts, forward.parts.config.run.seed),
+                model=RanksModel(ranks, texts, forward.parts.config.run.seed, chat),
                 tasks=names,
                 task_manager=manager,
                 num_fewshot=request.shots,
                 limit=request.limit,
+                apply_chat_template=chat is not None,
+                fewshot_as_multiturn=chat is not None and request.shots_as_turns,
+                system_instruction=request.system,
                 log_samples=False,
                 bootstrap_iters=BOOTSTRAPS,
             )
@@ -169,8 +180,21 @@ def run_tasks(
         error_text = f"{failure}: {reason_of(error)}"
         raise ConfigError("MW-INTEROP-166", error_text) from error
     finally:
+        if chat is not None:
+            chat.close()
         ranks.end(error_text)
     return found
+
+
+def open_prompts(request: TaskRequest, path: Path, tokenizer: Tokenizer) -> ChatPrompts | None:
+    """Open the chat template that is asked for. ``path``: that of the ``tokenizer.json``.
+
+    Raises:
+        DataError: there is no such template, or it is none.
+    """
+    if request.chat_template is None:
+        return None
+    return ChatPrompts(request.chat_template, path, tokenizer)
 
 
 def scores_of(found: Mapping[str, Any]) -> Iterator[TaskScore]:
@@ -200,10 +224,22 @@ def check(config: RunConfig, world_size: int, request: TaskRequest) -> RunConfig
     """
     open_tasks(request)
     config = text_config(config)
+    check_prompts(request, config)
     batch = {"chunks": config.parallel.pp, "global_batch": None, "balance": "index"}
     config = resolve(config.replace(batch=batch), world_size)
     check_probabilities(draw_blueprint(config))
     return config
+
+
+def check_prompts(request: TaskRequest, config: RunConfig) -> None:
+    """Raise :class:`DataError` for a chat template that is not there, or that is none.
+    ``config``: names its tokenizer.
+    """
+    if request.chat_template is not None:
+        texts = TextEncoding.of(config)
+        chat = open_prompts(request, texts.path, texts.tokenizer)
+        assert chat is not None
+        chat.close()
 
 
 def check_probabilities(blueprint: Blueprint) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from meshwright.data.prepare.chat.template import OF_TOKENIZER
 from meshwright.errors import ConfigError, reason_of
 
 
@@ -28,6 +29,26 @@ class TaskRequest(NamedTuple):
     """Number of examples before each question; None: that of the task."""
     limit: int | None = None
     """Number of questions of each task; None: all."""
+    chat_template: str | None = None
+    """Chat template that writes the prompts: ``tokenizer`` or a .jinja file; None: no template."""
+    system: str | None = None
+    """System message, or text before each prompt without a chat template."""
+    shots_as_turns: bool = True
+    """With a chat template: an example is a message of the user and one of the assistant; False:
+    examples and question are one message of the user.
+    """
+
+    @property
+    def prompts(self) -> str:
+        """Return a line on the form of the prompts; empty: the task's plain text."""
+        parts = []
+        if self.chat_template is not None:
+            place = "the tokenizer" if self.chat_template == OF_TOKENIZER else self.chat_template
+            form = "turns" if self.shots_as_turns else "one text"
+            parts.append(f"chat template of {place}, examples as {form}")
+        if self.system is not None:
+            parts.append(f"system text {self.system[:60]!r}")
+        return ", ".join(parts)
 
 
 def import_lm_eval() -> Any:

@@ -13,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from meshwright.errors import ConfigError
 from meshwright.inference.scoring import Score, ScoredText
+from meshwright_interop.tasks.chat import ChatPrompts
 from meshwright_interop.tasks.ranks import Continued, Ranks
 from meshwright_interop.tasks.texts import TextEncoding
 
@@ -26,13 +27,23 @@ class RanksModel(TemplateLM):  # type: ignore[misc]
     """Model that scores and continues texts on all ranks of a layout.
 
     Texts are encoded as the training's documents were; a text without a context begins with the
-    token before a document.
+    token before a document. What a chat template writes is encoded as it is, special tokens in it
+    as tokens.
     """
 
-    def __init__(self, ranks: Ranks, texts: TextEncoding, seed: int) -> None:
-        """Create the model on rank 0. ``seed``: of texts that are drawn."""
+    def __init__(
+        self, ranks: Ranks, texts: TextEncoding, seed: int, chat: ChatPrompts | None = None
+    ) -> None:
+        """Create the model on rank 0.
+
+        Args:
+            ranks: all ranks.
+            texts: encoding of the texts.
+            seed: that of texts that are drawn.
+            chat: renderer of the prompts; None: there is no chat template.
+        """
         super().__init__()
-        self._ranks, self._texts, self._seed = ranks, texts, seed
+        self._ranks, self._texts, self._seed, self._chat = ranks, texts, seed, chat
 
     @property
     def eot_token_id(self) -> int:
@@ -53,8 +64,29 @@ class RanksModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text, as the beginning of a document unless it is to have no special tokens."""
-        return self._texts.encode(string, is_whole=add_special_tokens is not False)
+        """Encode a text, as the beginning of a document unless it is to have no special tokens, or
+        a chat template has written those that it begins with.
+        """
+        is_whole = add_special_tokens is not False and self._chat is None
+        return self._texts.encode(string, is_whole=is_whole)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the template and its special tokens, for the library's cache."""
+        return "" if self._chat is None else self._chat.name
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the text of the template; None: there is none."""
+        return None if self._chat is None else self._chat.text
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the prompt of a conversation; without ``add_generation_prompt`` it ends inside
+        the last message.
+        """
+        assert self._chat is not None
+        return self._chat.render(chat_history, asks=add_generation_prompt)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Score continuations of contexts, without a progress bar."""

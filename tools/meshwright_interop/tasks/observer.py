@@ -13,7 +13,12 @@ from meshwright.inference.sample import text_config
 from meshwright.optimizer import evaluating
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.observers import evaluation_mode
-from meshwright_interop.tasks.job import check_probabilities, run_tasks, scores_of
+from meshwright_interop.tasks.job import (
+    check_probabilities,
+    check_prompts,
+    run_tasks,
+    scores_of,
+)
 from meshwright_interop.tasks.library import TaskRequest, open_tasks
 from meshwright_interop.tasks.texts import TextEncoding
 
@@ -33,6 +38,8 @@ class TaskScores(Observer):
         folder: Path | str | None = None,
         shots: int | None = None,
         questions: int | None = None,
+        chat_template: str | None = None,
+        system: str | None = None,
     ) -> None:
         """Create the observer; arguments as the options of ``meshwright eval``.
 
@@ -40,7 +47,7 @@ class TaskScores(Observer):
         """
         names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
         place = None if folder is None else Path(folder)
-        self._request = TaskRequest(names, place, shots, questions)
+        self._request = TaskRequest(names, place, shots, questions, chat_template, system)
         self._every = every
 
     def setup(self, parts: Parts) -> None:
@@ -55,6 +62,7 @@ class TaskScores(Observer):
         if parts.mesh.rank == 0:
             try:
                 open_tasks(self._request)
+                check_prompts(self._request, text_config(parts.config))
             except UserError as refused:
                 error = str(refused)
         (message, *_) = parts.mesh.world.gather_objects(error)

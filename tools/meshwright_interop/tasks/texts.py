@@ -18,6 +18,8 @@ from meshwright.inference.prompts import encode_prompt, ends_of_document
 class TextEncoding:
     """Tokenizer of a run, with the tokens that begin and end its documents."""
 
+    path: Path
+    """The ``tokenizer.json``."""
     tokenizer: Tokenizer
     known: Fingerprint | None
     """Fingerprint of the corpus beside the tokenizer."""
@@ -31,7 +33,7 @@ class TextEncoding:
         path = Path(config.data.tokenizer)
         tokenizer, known = load(path), fingerprint.read(path.parent)
         ends = ends_of_document(path, tokenizer, known, config.data)
-        return cls(tokenizer, known, frozenset(ends))
+        return cls(path, tokenizer, known, frozenset(ends))
 
     @property
     def begin(self) -> int | None:

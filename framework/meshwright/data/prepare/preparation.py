@@ -121,7 +121,8 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     out = options.out.absolute()
     chat = None
     if options.chat_template is not None:
-        chat = open_chat(options.chat_template, known, None if options.replace else out)
+        corpus = None if options.replace else out
+        chat = open_chat(options.chat_template, known.path, known.tokenizer, corpus)
     rule = _settled_rule(options, out, files, columns)
     request = _request(options, files, known, rule, chat)
     names = [file.name for file in known.files]

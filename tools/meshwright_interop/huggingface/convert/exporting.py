@@ -18,6 +18,7 @@ from meshwright_interop.huggingface.convert.rope import ORIGINAL_LENGTH
 from meshwright_interop.huggingface.end_tokens import add_document_ends
 from meshwright_interop.huggingface.export import ExportPlan, export
 from meshwright_interop.huggingface.files import CONFIG, TOKENIZER, write_json
+from meshwright_interop.huggingface.quantised import QUANTISATION
 
 
 def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
@@ -94,6 +95,7 @@ def _fields(
     # These fields of ``base`` state a setting of ``options`` under another name, and could
     # contradict it.
     contradicting = {"rope_scaling", "rope_theta", ORIGINAL_LENGTH, "torch_dtype", *family.aliases}
+    contradicting.add(QUANTISATION)  # the weights are not quantised any more
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     fields = {
         name: value for name, value in base.items() if name not in contradicting | names.keys()

@@ -24,6 +24,7 @@ from meshwright_interop.huggingface.convert.weights import (
     with_prefix,
 )
 from meshwright_interop.huggingface.files import CONFIG, DTYPES, read_config
+from meshwright_interop.huggingface.quantised import note_of, quantisation_of, with_values
 from meshwright_interop.huggingface.rules import TensorMapping
 from meshwright_interop.huggingface.source import SafetensorsDirectory
 
@@ -46,10 +47,13 @@ def open_model(source_path: Path) -> OpenedModel:
     """
     fields = read_config(source_path)
     family = family_of_type(fields.get("model_type"), str(source_path / CONFIG))
-    source = open_weights(source_path)
+    quantisation = quantisation_of(fields, str(source_path / CONFIG))
+    source = with_values(open_weights(source_path), quantisation)
+    note = note_of(source, quantisation)
     settings = Settings(fields, str(source_path / CONFIG), family.aliases)
     options = family.read(settings)
     settings.end()
+    settings.notes += [note] if note else []
     source = with_prefix(source, family)
     if family.head_by_file:
         source = rename_tied_weights(

@@ -21,7 +21,8 @@ WITHOUT_EFFECT = """
     id2label initializer_factor initializer_range is_encoder_decoder label2id length_penalty
     max_length max_window_layers min_length model_type n_ctx n_positions num_beam_groups
     num_beams num_return_sequences output_attentions output_hidden_states output_past
-    output_scores pad_token_id prefix pretraining_tp problem_type repetition_penalty
+    output_scores pad_token_id prefix pretraining_tp problem_type quantization_config
+    repetition_penalty
     return_dict return_dict_in_generate sep_token_id task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version
     typical_p use_bfloat16 use_cache classifier_dropout summary_activation
@@ -138,7 +139,7 @@ class Settings:
             self.problems.append(f"{name} = {json.dumps(value)} is not supported, only {allowed}")
 
     def end(self) -> None:
-        """Check token ids and quantisation, raise the collected problems,
+        """Check token ids, raise the collected problems,
         and add a note for each unknown field.
 
         Raises:
@@ -155,12 +156,6 @@ class Settings:
                 self.problems.append(
                     f"{name} = {json.dumps(value)}: the number of a token is needed, or null"
                 )
-        if self.fields.get("quantization_config"):
-            self.problems.append(
-                "quantization_config: the weights are quantised; take the original ones, or save"
-                " them in bfloat16 with transformers (model.dequantize();"
-                " model.save_pretrained(...))"
-            )
         if self.problems:
             raise ModelError(
                 "MW-INTEROP-038", "\n".join(f"{self.place}: {problem}" for problem in self.problems)

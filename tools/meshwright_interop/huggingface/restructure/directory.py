@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.errors import ModelError
 from meshwright_interop.huggingface.files import CONFIG, read_config
+from meshwright_interop.huggingface.quantised import QUANTISATION, quantisation_of
 from meshwright_interop.huggingface.restructure.bounds import check_fields
 from meshwright_interop.huggingface.restructure.experts import tables_of
 from meshwright_interop.huggingface.restructure.library import import_transformers
@@ -69,16 +70,8 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             f" {transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}."
             " Update transformers, or write the model as code (docs/huggingface-models.md)",
         )
-    if raw.get("quantization_config"):
-        quantized = raw["quantization_config"]
-        method = (
-            quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
-        )
-        raise ModelError(
-            "MW-INTEROP-053",
-            f"{path / CONFIG}: the weights are quantized ({method}), which cannot be trained: take"
-            " the original directory, or dequantize them with transformers and save_pretrained",
-        )
+    quantisation_of(raw, str(path / CONFIG))
+    raw = without_quantisation(raw)
     kind_of_config = transformers.CONFIG_MAPPING[kind]
     _check_options(overrides, kind_of_config, raw)
     merged = with_overrides(_with_floats(raw), overrides)
@@ -219,6 +212,11 @@ def _with_floats(value: Any) -> Any:
 def fields_of(path: Path) -> dict[str, Any]:
     """Return the fields of ``config.json`` unchanged."""
     return read_config(path, f'model.builder = "hf:{path}": ')
+
+
+def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json as they are of dequantised weights."""
+    return {name: value for name, value in fields.items() if name != QUANTISATION}
 
 
 def vocabulary(path: str) -> int | None:

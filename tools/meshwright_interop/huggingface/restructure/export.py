@@ -19,7 +19,11 @@ from meshwright_interop.huggingface.end_tokens import add_document_ends
 from meshwright_interop.huggingface.export import ExportPlan
 from meshwright_interop.huggingface.export import export as export_with
 from meshwright_interop.huggingface.files import CONFIG, TOKENIZER, copy_side_files, write_json
-from meshwright_interop.huggingface.restructure.directory import fields_of, with_overrides
+from meshwright_interop.huggingface.restructure.directory import (
+    fields_of,
+    with_overrides,
+    without_quantisation,
+)
 from meshwright_interop.huggingface.restructure.layers import (
     OWN_OPTIONS,
     conversions_of_layers,
@@ -72,7 +76,7 @@ def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, A
     """Return the config.json of ``source`` with the changes of ``options``
     and the exported dtype.
     """
-    raw = fields_of(source)
+    raw = without_quantisation(fields_of(source))
     changed = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     if (
         "num_hidden_layers" in changed

@@ -30,12 +30,14 @@ from meshwright.errors import ModelError
 from meshwright.model.outline import parameters_on_meta
 from meshwright.system.numbers import whole_number
 from meshwright_interop.huggingface.files import CONFIG
+from meshwright_interop.huggingface.quantised import note_of, quantisation_of, with_values
 from meshwright_interop.huggingface.restructure.bounds import FillLimit
 from meshwright_interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright_interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright_interop.huggingface.restructure.directory import (
     LAYERS,
     configuration,
+    fields_of,
     return_logits_alone,
 )
 from meshwright_interop.huggingface.restructure.documents import refuse_documents
@@ -104,8 +106,10 @@ def build(
     losses = losses_of(config, overrides, directory)
     return_logits_alone(config)
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
-    source = open_source(directory, f", or {FRESH_WEIGHTS}") if weights is not False else None
-    if weights and source is None:
+    quantisation = quantisation_of(fields_of(directory), str(directory / CONFIG))
+    files = open_source(directory, f", or {FRESH_WEIGHTS}") if weights is not False else None
+    files = None if files is None else with_values(files, quantisation)
+    if weights and files is None:
         raise ModelError(
             "MW-INTEROP-066",
             f"model.options.weights = true, but {directory} holds no *.safetensors",
@@ -121,8 +125,9 @@ def build(
         for name, _ in layers.named_parameters(remove_duplicate=False)
     }
     left_over: list[str] = []
-    if source is not None:
-        source = under_module_names(source, conversions)
+    source = None
+    if files is not None:
+        source = under_module_names(files, conversions)
         left_over = _check_weights(source, layers, parameters, tied, model, overrides)
     own_names = {
         _transformers_name(name, planned): name
@@ -153,6 +158,7 @@ def build(
         names_in_transformers=parameters,
         conversions=conversions,
         left_over=left_over,
+        weights_note=note_of(files, quantisation, left_over),
     )
     return layers
 

@@ -146,8 +146,8 @@ def sharding_of(
             " take that output as its only input in the probe"
         )
     else:
-        gathered, problem = _sequence_gathers(layers, kinds)
-        kinds |= dict.fromkeys(gathered, "gather")
+        gathers, problem = _sequence_gathers(layers, kinds, observations)
+        kinds |= gathers
         if problem is not None:
             impossible["sequence"] = problem
     dropout = next(_dropout_problems(layers, kinds), None)
@@ -261,26 +261,31 @@ def _vocabulary(
 
 
 def _sequence_gathers(
-    layers: nn.Sequential, kinds: Mapping[str, str]
-) -> tuple[list[str], str | None]:
-    """Find the modules before which sequence parallelism all-gathers the sequence,
-    or the reason why it cannot.
+    layers: nn.Sequential, kinds: Mapping[str, str], observations: ProbeResult
+) -> tuple[dict[str, str], str | None]:
+    """Find the modules before which sequence parallelism all-gathers the sequence, each with its
+    kind, or the reason why it cannot.
 
     These modules begin with columns and end with a row. Their code takes the sequence length from
-    their input, so that the input must be whole.
+    their input, so that the input must be whole. Beside experts every module computes token by
+    token, so that there its tokens may also be joined in one dim: (B, S, D) or (B S, D).
+
+    A module that may mix tokens and has no entry, such as DeepSeek-V3's attention, is computed by
+    every rank: ``gather_cut``. It has to make one (B, S, D) of one (B, S, D).
     """
+    input_dims = observations.input_dims
     head, around = list(layers._modules)[-1], around_experts(layers)
     columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
     rows = [name for name, kind in kinds.items() if kind in ("row", "row_whole")]
     inside = [name for name in columns if not name.startswith(f"{head}.")]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in inside))
     for parent in parents:
-        if parent.rpartition(".")[0] in around:
+        if input_dims.get(parent, 3) != 3 and parent.rpartition(".")[0] not in around:
             problem = (
-                f"{parent} lies beside experts, whose code may join samples and tokens in one dim:"
-                " nothing is gathered"
+                f"{parent} takes an input of {input_dims[parent]} dims, which may join samples and"
+                " tokens in one, and lies beside no experts: nothing gathers the sequence before it"
             )
-            return [], problem
+            return {}, problem
     for parent in parents:
         has_row = any(name.startswith(f"{parent}.") for name in rows)
         if parent.count(".") < 2 or not has_row:
@@ -288,17 +293,22 @@ def _sequence_gathers(
                 f"{parent} has column-wise linears and no row-wise one: there is no place to gather"
                 " the sequence"
             )
-            return [], problem
-    for name, layer in layers.named_children():
-        mixers = iter(()) if name == head else _token_mixers(layer, name, parents, around)
-        mixer = next(mixers, None)
-        if mixer is not None:
+            return {}, problem
+    mixers = [
+        mixer
+        for name, layer in layers.named_children()
+        if name != head
+        for mixer in _token_mixers(layer, name, parents, around)
+    ]
+    for mixer in mixers:
+        is_inside = mixer.count(".") >= 2
+        if not (is_inside and mixer in observations.mappings):
             problem = (
                 f"{mixer} ({type(layers.get_submodule(mixer)).__name__}) may work on several tokens"
                 " at a time, and has no entry in its plan: nothing gathers the sequence before it"
             )
-            return [], problem
-    return parents, None
+            return {}, problem
+    return {**dict.fromkeys(parents, "gather"), **dict.fromkeys(mixers, "gather_cut")}, None
 
 
 def _token_mixers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,10 @@ DRAWS = {
     "uniform_",
 }
 """Functions that draw a random number for each element."""
+
+
+IDS = (1, 4)
+"""Samples and tokens of the forward."""
 
 
 class DrawRecorder(TorchFunctionMode):
@@ -63,6 +68,10 @@ class ProbeResult(NamedTuple):
     """Reasons why weights without an entry in the plan cannot stay replicated."""
     drops_probabilities: bool = False
     """True if attention drops its probabilities by a function."""
+    input_dims: Mapping[str, int] = MappingProxyType({})
+    """Module -> number of dims of its first input."""
+    mappings: frozenset[str] = frozenset()
+    """Modules that make one tensor (B, S, D) of one (B, S, D), beside tensors of other shapes."""
 
 
 class ShardedTensorTracker(TorchFunctionMode):
@@ -205,6 +214,7 @@ def probe(
     for module in (each for each in on_meta.modules() if isinstance(each, nn.Dropout)):
         module.eval()
     uncut = _record_uncut(on_meta, siblings)
+    forms = _record_forms(on_meta)
     tracker, others = ShardedTensorTracker(dict(on_meta.named_parameters())), DrawRecorder()
     dropouts = DropoutsOfLayers(on_meta)
     for name, module in on_meta.named_modules():
@@ -233,15 +243,14 @@ def probe(
         for name, column in tracker.replicated_operands.items()
     ]
     inner_modules = [name for name, _ in layers.named_modules() if name.partition(".")[0]]
+    probed = {name: _name_in_probed_layer(name, probed_layers) for name in inner_modules}
     return ProbeResult(
         {name: uncut[_name_in_probed_layer(name, probed_layers)] for name in siblings},
-        [
-            name
-            for name in inner_modules
-            if _name_in_probed_layer(name, probed_layers) in per_head_modules
-        ],
+        [name for name in inner_modules if probed[name] in per_head_modules],
         problems,
         any(dims == 4 for dims, _ in calls),
+        {name: forms.dims[probed[name]] for name in inner_modules if probed[name] in forms.dims},
+        frozenset(name for name in inner_modules if probed[name] in forms.mappings),
     )
 
 
@@ -270,7 +279,7 @@ def _runs(on_meta: nn.Sequential) -> bool:
     """Run the layers on token ids, and return False if they fail."""
     with torch.no_grad():
         try:
-            on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
+            on_meta(torch.zeros(IDS, dtype=torch.int64, device="meta"))
         except ModelError:
             raise
         except Exception:
@@ -296,6 +305,39 @@ def _record_uncut(on_meta: nn.Sequential, siblings: Mapping[str, Sequence[str]])
 
         on_meta.get_submodule(name).register_forward_pre_hook(before)
     return uncut
+
+
+class _Forms(NamedTuple):
+    """Shapes that modules were seen with."""
+
+    dims: dict[str, int]
+    """Module -> number of dims of its first input."""
+    mappings: set[str]
+    """As :attr:`ProbeResult.mappings`."""
+
+
+def _record_forms(on_meta: nn.Sequential) -> _Forms:
+    """Register hooks that fill the returned value while the layers run."""
+    forms = _Forms({}, set())
+
+    def after(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        first, *others = [*args, *kwargs.values()] or [None]
+        if not isinstance(first, Tensor):
+            return
+        forms.dims[name] = first.dim()
+        outputs = list(tensors_in(output))
+        is_alone = not any(each.shape == first.shape for each in tensors_in(others))
+        if (
+            first.shape[:-1] == IDS
+            and [each.shape for each in outputs] == [first.shape]
+            and is_alone
+        ):
+            forms.mappings.add(name)
+
+    for name, module in on_meta.named_modules():
+        if "." in name:
+            module.register_forward_hook(partial(after, name), with_kwargs=True)
+    return forms
 
 
 def _check_draws(

@@ -244,11 +244,11 @@ class ReleasedDirectory(SafetensorsDirectory):
         self._conversions = conversions
         self._groups = groups
 
-    def read(self, name: str, files: OpenFiles | None = None) -> Tensor:
+    def read(self, name: str, files: OpenFiles | None = None, part: slice = slice(None)) -> Tensor:
         """Return a tensor on the CPU; one that is not converted is memory-mapped."""
         group = self._groups.get(name)
         if group is None:
-            return super().read(name, files)
+            return super().read(name, files, part)
         if not group.is_by_expert:
             with OpenFiles() as opened:
                 return self._converted(name, group, None, opened)
@@ -361,8 +361,10 @@ def _joined(
     unknown = min(dtypes - DTYPES.keys(), default=None)
     dtype = unknown or _widest(dtypes)
     group = _Group(name, keys, by_expert)
+    # what a converter makes is stored nowhere: its parts are, quantised or not
+    first = first._replace(dtype=dtype, encoded=None)
     if by_expert:
-        return {name: (group, first._replace(dtype=dtype, shape=conversions.shape(name)))}, []
+        return {name: (group, first._replace(shape=conversions.shape(name)))}, []
     problems = [
         f"{files.tensors[key].file}: {key} is another form of {name}: remove one of the two forms"
         for key in foreign
@@ -378,8 +380,7 @@ def _joined(
         listed = ", ".join(key for key, _ in parts[:3])
         return {}, [f"{first.file}: {listed} do not make {name}: {reason}"]
     return {
-        each: (group, first._replace(dtype=dtype, shape=tuple(tensor.shape)))
-        for each, tensor in made.items()
+        each: (group, first._replace(shape=tuple(tensor.shape))) for each, tensor in made.items()
     }, problems
 
 

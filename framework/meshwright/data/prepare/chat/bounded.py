@@ -62,9 +62,12 @@ class BoundedRenderer:
         """
         self._ask({})
 
-    def render(self, conversation: Conversation) -> str:
-        """Return the text of a conversation. Raises RenderingError, TemplateLimitError."""
-        return str(self._ask(conversation._asdict())["text"])
+    def render(self, conversation: Conversation, *, prompts: bool = False) -> str:
+        """Return the text of a conversation. Raises RenderingError, TemplateLimitError.
+
+        ``prompts``: add what precedes the assistant's answer (``add_generation_prompt``).
+        """
+        return str(self._ask({**conversation._asdict(), "prompts": prompts})["text"])
 
     def find(self, conversation: Conversation) -> tuple[str, list[list[int]]]:
         """Return the text of a conversation and the spans of its labels.
@@ -169,12 +172,13 @@ def _answer(finder: SpanFinder, question: dict[str, Any]) -> dict[str, Any]:
     finds = question.pop("finds", False)
     if not question:
         return {}
+    prompts = question.pop("prompts", False)
     conversation = Conversation(**question)
     if finds:
         text, spans = finder.find(conversation)
         return {"text": text, "spans": spans}
     rendered = finder.renderer.render(
-        conversation.messages, conversation.tools, conversation.variables
+        conversation.messages, conversation.tools, conversation.variables, prompts=prompts
     )
     return {"text": rendered.text}
 
