@@ -63,7 +63,7 @@ def _own_directory(place: Path) -> Path:
         lock = FileLock(path, DIRECTORY_FLAGS)
         lock.take()
         _own[pid, place] = path, lock
-        atexit.register(_remove_own, pid, place)
+        atexit.register(_remove_own, pid, path)
     return _own[pid, place][0]
 
 
@@ -73,9 +73,9 @@ def _temporary_directory() -> Path:
     return path if len(os.fsencode(path)) <= MAX_PATH_LENGTH else Path("/tmp")
 
 
-def _remove_own(pid: int, place: Path) -> None:
+def _remove_own(pid: int, path: Path) -> None:
     if os.getpid() == pid:  # a forked child must leave its parent's directory alone
-        shutil.rmtree(_own[pid, place][0], ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_leftovers() -> None:
