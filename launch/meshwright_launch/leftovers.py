@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from meshwright.errors import ConfigError
 from meshwright.system.process import FileLock
 from meshwright.system.working_folder import why_not_own
 
@@ -54,6 +55,23 @@ def memory_directory() -> Path:
     :func:`own_directory`. Raises OSError: there is no such file system.
     """
     return _own_directory(MEMORY)
+
+
+def check_mirror_space(needed: int) -> None:
+    """Refuse a mirror that does not fit into memory.
+
+    Raises:
+        ConfigError: the bytes that it needs, and those that are free.
+    """
+    with contextlib.suppress(OSError):  # memory_directory reports it
+        free = shutil.disk_usage(MEMORY).free
+        if free < needed:
+            raise ConfigError(
+                "MW-LAUNCH-116",
+                f"watch.mirror = true keeps two copies of the last step in {MEMORY}: {needed:,} bytes,"
+                f" and {free:,} are free there. Enlarge it (a container's --shm-size, mount -o"
+                " remount,size=...), or leave watch.mirror out",
+            )
 
 
 def _own_directory(place: Path) -> Path:

@@ -286,7 +286,9 @@ def _watch(
         has_finished = any(process.exitcode == 0 for process in ranks)
         is_possible = not (has_finished or forwarder.has_forwarded)
         if failed and recovery is not None and is_possible and recovery.is_possible(codes.values()):
-            for rank in recovery.replace(ranks, failed):
+            failures = [each for each in read_failures(records) if each.rank in failed]
+            failure = build_error(failed[0], codes[failed[0]], failures, logs)
+            for rank in recovery.replace(ranks, failed, failure):
                 (records / f"{rank}.json").unlink(missing_ok=True)  # the failure that was repaired
             forwarder.forget(process.pid for process in ranks)
             running = {process.sentinel: rank for rank, process in enumerate(ranks)}

@@ -18,7 +18,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,9 +33,9 @@ from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.mirror import Mirror
 from meshwright.system.atomic import append_synced
 from meshwright.terminal.output import tell
-from meshwright_launch.failure import has_lost_peer
+from meshwright_launch.failure import RankFailed, has_lost_peer
 from meshwright_launch.rank import GENERATION, MIRROR
-from meshwright_launch.restarts import MAX_FUTILE_RESTARTS
+from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
 
 RECOVERIES = "recoveries.jsonl"
 """File of a run's directory with a line for each recovery."""
@@ -194,13 +193,16 @@ class RankReplacer:
         is_futile = self._futile >= MAX_FUTILE_RESTARTS
         return is_transient and not is_futile and self._number < self._limit
 
-    def replace(self, ranks: list[Any], failed: Sequence[int]) -> list[int]:
+    def replace(self, ranks: list[Any], failed: Sequence[int], failure: RankFailed) -> list[int]:
         """Fork new processes for the failed ranks, in ``ranks``; announce the next generation.
         Return the ranks that have new processes.
 
-        During a recovery all ranks are replaced.
+        During a recovery all ranks are replaced. ``failure``: for the log of failures.
         """
-        what = describe_exits({rank: ranks[rank].exitcode for rank in failed})
+        log_failure(failure, self._directory)
+        what = str(failure).splitlines()[0]
+        if len(failed) > 1:
+            what += f", and {len(failed) - 1} more rank{'s' * (len(failed) > 2)} with it"
         if self.is_pending:
             for process in ranks:
                 process.kill()
@@ -256,16 +258,6 @@ class RankReplacer:
             for rank, key in keys.items()
             if self._notes.check([key])
         }
-
-
-def describe_exits(exit_codes: dict[int, int]) -> str:
-    """Return how processes ended, in one line."""
-    return ", ".join(
-        f"rank {rank} was ended by {signal.Signals(-code).name}"
-        if code < 0
-        else f"rank {rank} exited with code {code}"
-        for rank, code in exit_codes.items()
-    )
 
 
 def _connect() -> Any:

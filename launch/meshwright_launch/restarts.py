@@ -96,7 +96,7 @@ def run_with_restarts(
         except RankFailed as failure:
             if not is_transient(failure):
                 raise
-            _log_failure(failure, directory)
+            log_failure(failure, directory)
             seen.append(find_steps(directory))
             reason = find_stop_reason(seen, most)
             if reason is not None:
@@ -111,7 +111,7 @@ def run_with_restarts(
         )
 
 
-def _log_failure(failure: RankFailed, directory: Path) -> None:
+def log_failure(failure: RankFailed, directory: Path) -> None:
     """Append the whole message to a log file,
     because the line of a restart has only its first line.
     """

@@ -47,6 +47,7 @@ from meshwright.run.observers import (
 from meshwright.run.resume import check_added_states, prepare, record_start
 from meshwright.run.start import check_start, resume_or_start
 from meshwright.run.summary import WIDTH, summarise
+from meshwright.run.tensors import checkpoint_size
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tracking.observer import (
@@ -72,6 +73,7 @@ from meshwright_launch.callbacks import (
     find_callbacks,
     make_callbacks,
 )
+from meshwright_launch.leftovers import check_mirror_space
 from meshwright_launch.recovery import Rejoin
 
 
@@ -94,6 +96,8 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
         print_warning if environment_rank()[0] == 0 else _print_nothing,
     )
     check_start(blueprint, run_directory(config.run))
+    if config.watch.mirror:
+        check_mirror_space(2 * checkpoint_size(blueprint))
     return config, blueprint
 
 

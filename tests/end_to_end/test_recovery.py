@@ -79,13 +79,12 @@ def test_a_killed_rank_is_replaced_and_the_others_stay(
     done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 0, done.stderr
     replaced, recovered = done.stderr.splitlines()
-    assert replaced == (
-        "meshwright: rank 1 was ended by SIGKILL; replaced in place, recovery 1 of 9"
-    )
+    assert replaced.startswith("meshwright: rank 1 was ended by SIGKILL: if nobody sent it, ")
+    assert replaced.endswith("; replaced in place, recovery 1 of 9")
     assert recovered.startswith("meshwright: recovered: left ")
     assert [starts_of(config, rank) for rank in (1, 2)] == [2, 1]
     (record,) = recoveries(config)
-    assert record["what"] == "rank 1 was ended by SIGKILL"
+    assert record["what"].startswith("rank 1 was ended by SIGKILL")
     times = [record[phase] for phase in PHASES]
     assert times == sorted(times)
 
@@ -105,6 +104,8 @@ def test_what_always_fails_is_given_up(corpus: Path, tmp_path: Path, shell: Shel
     config = mirrored(corpus, tmp_path, "dp2", model=model)
     done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 93, done.stderr
+    log = (run_directory(config.run) / "logs/failures.log").read_text()
+    assert log.count("Traceback") == 4, "of the recoveries too"
     assert "recovery 3 of 9" in done.stderr and "recovery 4 of 9" not in done.stderr
     assert "given up after 4 failures: 3 restarts in a row" in done.stderr
     assert "ArithmeticError: the layer of a user has failed" in done.stderr

@@ -13,7 +13,7 @@ from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.memory import open_mirror
-from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
+from meshwright.checkpoint.preflight import check_manifest, check_space
 from meshwright.config import LossScaling, batch_numbers, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
 from meshwright.mesh.mesh import Mesh
@@ -26,8 +26,8 @@ from meshwright.run.pieces import saved_running
 from meshwright.run.tensors import (
     STOP_REASON,
     checkpoint_metadata,
+    checkpoint_size,
     restore,
-    saved_factors,
     saved_tensors,
     take_states,
 )
@@ -86,17 +86,10 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
     """Compare a checkpoint's size with the free space. ``num_added``:
     states per weight that callbacks have added.
     """
-    config, one = blueprint.config, checkpoint_bytes(saved_factors(blueprint), 0)
-    for is_matrix in (False, True):
-        tensors = [
-            t for t in saved_tensors(blueprint) if is_matrix is (t.name in blueprint.model.matrices)
-        ]
-        one += checkpoint_bytes(
-            tensors, len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added
-        )
+    config = blueprint.config
     check_space(
         directory,
-        one,
+        checkpoint_size(blueprint, num_added),
         keep_last=config.checkpoint.keep_last,
         steps=config.train.steps,
         warn=warn,

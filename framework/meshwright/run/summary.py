@@ -22,6 +22,7 @@ from meshwright.mesh import draw_placement, expert_replicas
 from meshwright.optimizer import matrices_of
 from meshwright.optimizer.at_rest import Elements, held_at_rest
 from meshwright.parameters import DTYPES
+from meshwright.run.tensors import checkpoint_size
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.drawing import text as schedule_text
 from meshwright.terminal.format import format_size, format_table
@@ -165,6 +166,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             *_matrices(blueprint),
             *blueprint.cut.lines(),
             *_offload(blueprint),
+            *_mirror(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",
             *_rows(timeline, width),
@@ -310,6 +312,16 @@ def _offload(blueprint: Blueprint) -> list[str]:
     return [
         f"offload    the optimizer steps on the host: {format_size(most)} of host memory per"
         f" rank{files}"
+    ]
+
+
+def _mirror(blueprint: Blueprint) -> list[str]:
+    """Return a line with the memory of the mirrors of all ranks; none without ``watch.mirror``."""
+    if not blueprint.config.watch.mirror:
+        return []
+    return [
+        f"mirror     the last step in memory, so that a dead rank is replaced in place:"
+        f" {format_size(2 * checkpoint_size(blueprint))} over all ranks"
     ]
 
 

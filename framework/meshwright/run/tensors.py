@@ -18,7 +18,7 @@ from meshwright.adapters.fingerprint import FINGERPRINT
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.preflight import SavedTensor
+from meshwright.checkpoint.preflight import SavedTensor, checkpoint_bytes
 from meshwright.config import RunConfig, leaves_out_base
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters, slot_parts
@@ -71,6 +71,23 @@ def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
             yield SavedTensor(
                 name, info.global_shape, torch.promote_types(dtype, torch.float32), False
             )
+
+
+def checkpoint_size(blueprint: Blueprint, num_added: int = 0) -> int:
+    """Return the bytes of a checkpoint of a run, in any layout.
+
+    ``num_added``: states per weight that callbacks have added.
+    """
+    config, size = blueprint.config, checkpoint_bytes(saved_factors(blueprint), 0)
+    for is_matrix in (False, True):
+        tensors = [
+            each
+            for each in saved_tensors(blueprint)
+            if is_matrix is (each.name in blueprint.model.matrices)
+        ]
+        num_states = len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added
+        size += checkpoint_bytes(tensors, num_states)
+    return size
 
 
 OWN_OPTIMIZER = "own_optimizer"
