@@ -126,7 +126,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
                 * len(contexts),
                 schedule,
                 f"{c.micro_batch_size} x {c.chunks}",
-                zero + (" offload" if c.offload else ""),
+                " ".join([zero, *c.gather_words, *(["offload"] if c.offload else [])]),
                 "yes" if c.sequence else "-",
                 c.recompute if c.recompute != "none" else "-",
                 *(
