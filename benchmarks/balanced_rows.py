@@ -39,7 +39,7 @@ from meshwright_plan.planner.hardware import read_hardware
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import evaluate
 from meshwright_plan.planner.rates import PerformanceModel
-from meshwright_plan.planner.row_work import RowTimes, row_times
+from meshwright_plan.planner.row_work import DealtTimes, row_times
 
 VOCAB, SEED = 256, 1234
 WARMUP = 2
@@ -108,7 +108,7 @@ def train(file: Path) -> tuple[list[float], list[float]]:
     return [line["perf/step_s"] for line in records], [line["train/loss"] for line in records]
 
 
-def predict(file: Path, hardware: Path) -> RowTimes:
+def predict(file: Path, hardware: Path) -> DealtTimes:
     """Predict the step times on the calibrated machine, as ``meshwright plan`` does."""
     config, machine = resolve(load(str(file), [])), read_hardware(str(hardware))
     cache = ModelCache(config, execution_options(config.train, machine))
@@ -169,7 +169,7 @@ def main() -> int:
     return 1 if worst > 1e-5 or statistics.median(ratios) > 1 else 0
 
 
-def report(predicted: RowTimes, seconds: dict[str, list[list[float]]]) -> None:
+def report(predicted: DealtTimes, seconds: dict[str, list[list[float]]]) -> None:
     """Print the prediction beside the measurement, over the steps that both have.
 
     Measured is the fastest repeat of each step: its rows are the same in all of them.

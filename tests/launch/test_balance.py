@@ -49,7 +49,8 @@ def parts_of(corpus: Path, cp: int, order: str, *, boundaries: bool = True) -> A
         mesh=SimpleNamespace(at=SimpleNamespace(dp_rank=0)),
         executor=SimpleNamespace(schedule=SimpleNamespace(chunks=1)),
         blueprint=SimpleNamespace(
-            cut=TokenCut(Group("cp", tuple(range(cp)), 0), order, torch.zeros(1, LENGTH))
+            cut=TokenCut(Group("cp", tuple(range(cp)), 0), order, torch.zeros(1, LENGTH)),
+            trim_multiple=0,
         ),
         state=SimpleNamespace(samples_seen=2),
     )

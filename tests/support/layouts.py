@@ -35,7 +35,8 @@ def microbatch(
     at, device = SimpleNamespace(dp_rank=dp_rank), torch.device("cpu")
     mesh = SimpleNamespace(at=at, device=device, to_device=lambda tensor: tensor)
     executor = SimpleNamespace(schedule=SimpleNamespace(chunks=chunks))
-    blueprint = SimpleNamespace(cut=TokenCut(Group("cp", (0,), 0), "zigzag", torch.zeros(1, 1)))
+    cut = TokenCut(Group("cp", (0,), 0), "zigzag", torch.zeros(1, 1))
+    blueprint = SimpleNamespace(cut=cut, trim_multiple=0)
     parts: Any = SimpleNamespace(
         config=RunConfig(batch=batch), mesh=mesh, executor=executor, blueprint=blueprint, data_s=0.0
     )

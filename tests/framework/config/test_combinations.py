@@ -53,6 +53,8 @@ ASKS: dict[str, tuple[str, ...]] = {
     "kept weights": ("--parallel.keep_gathered",),
     "replicated weights": ("--parallel.zero=1",),
     "dualpipe_v": ("--parallel.pp=2", "--pipeline.schedule=dualpipe_v"),
+    "trimmed rows": ("--batch.padding=trim", "--data.packing=documents"),
+    "cp": ("--parallel.cp=2",),
     "cp head groups": ("--parallel.cp=2", "--parallel.cp_head_groups=2"),
     "cp heads": ("--parallel.cp=2", "--parallel.cp_exchange=heads"),
     "cp documents": ("--parallel.cp=2", "--parallel.cp_order=documents"),
@@ -186,6 +188,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "single-number parameter": (f"{BUILDERS}with_scalar", {}),
     "BatchNorm statistics": (f"{BUILDERS}normed", {}),
     "other running buffers": (f"{BUILDERS}counting", {}),
+    "dropout": (f"{BUILDERS}small", {"dropout": 0.1}),
 }
 """A model with each trait: builder and options."""
 WORDS = {
@@ -199,6 +202,7 @@ WORDS = {
     "ZeRO-3": "dp2,zero3",
     "dp or cp": "dp2",
     "16 bits": "",
+    "trimmed rows": "",
 }
 """Smallest layout with a feature."""
 LENGTH, GLOBAL_BATCH = 8, 4
@@ -215,6 +219,8 @@ def asked_of(config: RunConfig, first: str) -> RunConfig:
     """Return the configuration of the smallest layout with a feature."""
     dtype = "bfloat16" if first == "16 bits" else "float32"
     layout = parse_layout(WORDS[first])
+    if first == "trimmed rows":
+        config = config.replace(batch={"padding": "trim"})
     return layout_config(config, layout, config.batch.global_batch or GLOBAL_BATCH, dtype)
 
 

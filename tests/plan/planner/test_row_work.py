@@ -26,7 +26,7 @@ from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.page import page
 from meshwright_plan.planner.plan import RankedLayout, evaluate
 from meshwright_plan.planner.rates import PerformanceModel
-from meshwright_plan.planner.row_work import RowTimes, row_lines, row_times
+from meshwright_plan.planner.row_work import DealtTimes, row_lines, row_times
 from meshwright_plan.planner.search import search
 from meshwright_plan.planner.text import describe
 from tests.plan.planner.small import cache, hardware
@@ -70,12 +70,12 @@ def evaluated(of: ModelCache, chosen: Choice) -> RankedLayout:
     return evaluate(of, DEVICES, with_choice(of.config, chosen), chosen)
 
 
-def predicted(of: ModelCache, chosen: Choice) -> RowTimes | None:
+def predicted(of: ModelCache, chosen: Choice) -> DealtTimes | None:
     return row_times(of, MODEL, evaluated(of, chosen))
 
 
 def ends(schedule: Schedule, by_microbatch: list[list[Costs]]) -> float:
-    """Longest path through the computations, by relaxation until nothing moves."""
+    """Return the longest path through the computations, by relaxation until nothing moves."""
     end: dict[tuple[Kind, int, int], float] = {}
     last = schedule.num_stages - 1
     while True:
@@ -129,7 +129,7 @@ def test_a_step_ends_with_its_slowest_replica(mixed: Path, zero: int, size: int)
 
 
 def test_pipelines_have_bubbles_of_unequal_micro_batches(mixed: Path) -> None:
-    """So rows by work gain more than their replicas' sums say, also in a single replica."""
+    """So rows by work gain more than by their replicas' sums, also in a single replica."""
     of = bench(mixed)
     found, even = predicted(of, choice(2, 2)), evaluated(of, choice(2, 2)).time.total
     assert found is not None

@@ -297,6 +297,9 @@ class _Feed:
     def sample_indices(self, m: int) -> Tensor:
         return torch.zeros(self._size, dtype=torch.int64)
 
+    def length(self, m: int) -> int | None:
+        return None  # whole rows need the most memory
+
 
 def replay(
     templates: Templates, rank: int, shared: SharedBlueprint, schedule: Schedule

@@ -56,11 +56,11 @@ Loads = NDArray[np.float64]
 """(dp, chunks) attention of each micro-batch, over that of the plan's profiles."""
 
 
-class RowTimes(NamedTuple):
+class DealtTimes(NamedTuple):
     """Predicted step times by the way in which rows are dealt, "index" or "work"."""
 
     seconds: dict[str, list[float]]
-    """Of each step from the first on."""
+    """Seconds of each step from the first on."""
     excess: dict[str, list[float]]
     """Work of the busiest replica over the mean, minus 1, in each step."""
 
@@ -72,7 +72,7 @@ class RowTimes(NamedTuple):
 
 def row_times(
     cache: ModelCache, performance: PerformanceModel, of: RankedLayout
-) -> RowTimes | None:
+) -> DealtTimes | None:
     """Return the predicted step times of a layout; None where rows have equal work, or one
     micro-batch at a time holds all of them.
 
@@ -98,7 +98,7 @@ def row_times(
     # what is not the pipeline stays as it is in the plan
     factor = waits_factor(layout, performance)
     rest_s = of.time.total - pipeline.even_s * factor
-    found = RowTimes({}, {})
+    found = DealtTimes({}, {})
     for name, way in ways.items():
         dealt = [(rows, way(rows)) for rows in steps]
         found.seconds[name] = [
@@ -146,7 +146,10 @@ class _Pipeline:
     def __init__(
         self, layout: LayoutModel, performance: PerformanceModel, mean_work: float
     ) -> None:
-        """``mean_work``: work of a micro-batch whose attention is that of the layout's profiles."""
+        """Simulate rows of equal work.
+
+        ``mean_work``: work of a micro-batch whose attention is that of the layout's profiles.
+        """
         self._layout = layout
         self._performance = performance._replace(num_ranks=layout.grid.size)
         self._mean_work = mean_work

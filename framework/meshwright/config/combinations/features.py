@@ -95,6 +95,7 @@ SETTINGS: dict[str, Feature] = {
         lambda config: config.parallel.offload_directory is not None,
         ("parallel.offload_directory",),
     ),
+    "trimmed rows": Feature(lambda config: config.batch.padding == "trim", ("batch.padding",)),
     "cp head groups": Feature(
         lambda config: config.parallel.cp_head_groups is not None, ("parallel.cp_head_groups",)
     ),
