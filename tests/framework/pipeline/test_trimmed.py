@@ -18,6 +18,7 @@ from meshwright.verify.rank import open_verify_source
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import References, assert_agrees, model_config, size_for
 from tests.framework.verify.test_wire_bytes import Size, measured
+from tests.framework.watch.spoiling import Spoil, messages
 from tests.support.errors import raises
 from tests.support.marks import long_row
 
@@ -192,3 +193,12 @@ def test_layers_that_may_count_positions_are_refused(model: dict[str, Any], code
 def test_data_without_padding_is_refused(given: list[str], words: str) -> None:
     with raises("MW-CONFIG-109", words):
         load("configs/demo.toml", ["--batch.padding=trim", *given])
+
+
+def test_a_loss_of_nan_is_traced_in_trimmed_rows(pool: RankPool) -> None:
+    """The replay of a step runs its stages on the same rows, and sends messages of their length."""
+    text = "dp2,pp2,mbs2"
+    size = size_for(parse_layout(text))._replace(sequence_length=S)
+    config = layout_config(trimmed("gpt2", size), parse_layout(text), 8, "float32")
+    (message,) = messages(pool, config, [Spoil("weight", 1, "block0.mlp.up.weight")])
+    assert "block0.mlp.up.weight" in message and "not taken on any rank" in message
