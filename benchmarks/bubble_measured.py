@@ -105,6 +105,10 @@ class OneNumber(NamedTuple):
         """Return the sample index of micro-batch m, (1,)."""
         return torch.tensor([m])
 
+    def length(self, m: int) -> int | None:
+        """Return None: samples are whole."""
+        return None
+
 
 def rows_in_time(
     rank: int, pp: int, schedule: Schedule, sleep_s: float, steps: int

@@ -136,6 +136,10 @@ class Ours:
         """Return the index of the sample."""
         return self.indices[m]
 
+    def length(self, m: int) -> int | None:
+        """Return None: samples are whole."""
+        return None
+
     def step(self) -> Shown:
         """Cut the batch into micro-batches, as torch's runtime does in its step,
         and run this rank's row.

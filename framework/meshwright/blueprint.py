@@ -26,6 +26,7 @@ from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.plan import share_tokens
 from meshwright.data.mixture_losses import corpus_losses
 from meshwright.data.sources import example
+from meshwright.data.trim import check_rows, length_multiple
 from meshwright.data_parallel.units import Units
 from meshwright.errors import ModelError
 from meshwright.expert_parallel import plan as experts
@@ -43,6 +44,7 @@ from meshwright.pipeline.plan import (
     ModelDescription,
     check_running,
     check_synchronised,
+    check_trimmable,
     cut_layers,
     describe_boundaries,
     describe_model,
@@ -50,6 +52,7 @@ from meshwright.pipeline.plan import (
     model_costs,
     offloaded_names,
     recomputed_names,
+    with_token_dims,
 )
 from meshwright.pipeline.values import MetaMicrobatch, ValueSpec
 from meshwright.placement.patterns import check_patterns, matching
@@ -103,6 +106,8 @@ class Blueprint:
     """Names of the metrics that layers and the loss record."""
     cut: TokenCut
     """Selection of this rank's tokens of each sample, under context parallelism."""
+    trim_multiple: int = 0
+    """Number whose multiples are lengths of trimmed rows; 0: rows are whole."""
 
     @property
     def schedule(self) -> Schedule:
@@ -226,12 +231,19 @@ def draw_blueprint(
     )
     whole = whole or describe(config)
     _check_degrees(config, whole)
+    if config.batch.padding == "trim":
+        check_rows(*whole.shapes, config.data.builder or "data.train")
+        check_trimmable(config.model.builder, whole.plain, whole.forward)
     plan = plan_stages(config, whole)
     # From here on the model is this rank's: shard() changes its layers in place. A second model,
     # even on meta, would separate ties, dropouts and hooks from the objects that refer to them.
     cut, infos = shard(config, whole, groups)
     example = whole.shapes.cast(DTYPES[config.train.dtype])
     boundaries = _boundaries(whole, plan.stages, example, cut, grid)
+    multiple = 0
+    if config.batch.padding == "trim":
+        multiple = length_multiple(example.labels.shape[1], grid.tp)
+        boundaries = with_token_dims(boundaries, whole.plain.layers, plan.stages, example, multiple)
     return Blueprint(
         config=config,
         grid=grid,
@@ -248,6 +260,7 @@ def draw_blueprint(
         offloaded=plan.offloaded,
         metrics=(*whole.forward.metrics, *corpus_losses(config.data)),
         cut=cut,
+        trim_multiple=multiple,
     )
 
 

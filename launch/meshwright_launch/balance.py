@@ -11,6 +11,7 @@ from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import causal_corpora
 from meshwright.data.work import by_index, deal, replica_excess
 from meshwright.parts import Parts, StepFeed
+from meshwright.terminal.format import format_number_of
 
 MOST_SAMPLES = 8
 """Samples whose documents are read."""
@@ -40,6 +41,24 @@ def describe_rows(parts: Parts) -> str:
         f"rows       next {num_rows} samples, by {own}: the busiest replica sees {found[own]:.1%}"
         f" more keys of their documents than the mean (by {other} {found[other]:.1%};"
         " batch.balance)"
+    )
+
+
+def describe_padding(parts: Parts) -> str:
+    """Return the part of their rows to which the next micro-batches are trimmed, in a line; empty
+    where rows stay whole, or come from a dataset, which may be a stream.
+
+    Reads samples of this rank's next step from a corpus. No communication.
+    """
+    if not parts.blueprint.trim_multiple or not causal_corpora(parts.source):
+        return ""
+    feed = StepFeed(parts, parts.source, parts.state.samples_seen)
+    number = max(1, min(parts.executor.schedule.chunks, MOST_SAMPLES))
+    whole = parts.blueprint.example.labels.shape[1]
+    share = sum(feed.length(m) or whole for m in range(number)) / (number * whole)
+    return (
+        f"padding    the next {format_number_of(number, 'micro-batch')} of a replica are trimmed to"
+        f" {share:.1%} of their rows' {whole:,} tokens (batch.padding)"
     )
 
 

@@ -65,7 +65,7 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
 from meshwright.watch.observers import CorpusCheck, DriftCheck, Timing
-from meshwright_launch.balance import describe_balance, describe_rows
+from meshwright_launch.balance import describe_balance, describe_padding, describe_rows
 from meshwright_launch.callbacks import (
     CallbackErrors,
     Callbacks,
@@ -198,7 +198,8 @@ def _train_in(
     callbacks.setup(parts)
     check_added_states(parts, directory)
     _resume(parts, directory, log, callbacks, rejoin)
-    for line in (describe_balance(parts), describe_rows(parts)) if mesh.rank == 0 else ():
+    described = (describe_balance, describe_rows, describe_padding) if mesh.rank == 0 else ()
+    for line in (describe(parts) for describe in described):
         if line:
             log(line)
     record_start(parts, files, corpus_times(parts.source), log)

@@ -51,6 +51,7 @@ def parts_of(corpus: Path, cp: int, order: str, *, boundaries: bool = True) -> A
         blueprint=SimpleNamespace(
             cut=TokenCut(Group("cp", tuple(range(cp)), 0), order, torch.zeros(1, LENGTH)),
             is_synchronised=False,
+            trim_multiple=0,
         ),
         state=SimpleNamespace(samples_seen=2),
     )

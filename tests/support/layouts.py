@@ -36,7 +36,7 @@ def microbatch(
     mesh = SimpleNamespace(at=at, device=device, to_device=lambda tensor: tensor)
     executor = SimpleNamespace(schedule=SimpleNamespace(chunks=chunks))
     cut = TokenCut(Group("cp", (0,), 0), "zigzag", torch.zeros(1, 1))
-    blueprint = SimpleNamespace(cut=cut, is_synchronised=False)
+    blueprint = SimpleNamespace(cut=cut, is_synchronised=False, trim_multiple=0)
     parts: Any = SimpleNamespace(
         config=RunConfig(batch=batch), mesh=mesh, executor=executor, blueprint=blueprint, data_s=0.0
     )

@@ -62,7 +62,7 @@ def find_problem(batch: Batch, dp: int | None) -> str | None:
     """
     given = {
         name: value
-        for name, value in batch.model_dump(exclude={"ramp", "balance"}).items()
+        for name, value in batch.model_dump(exclude={"ramp", "balance", "padding"}).items()
         if value is not None
     }
     if len(given) < 2:

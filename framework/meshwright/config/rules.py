@@ -397,7 +397,29 @@ def _balance(config: RunConfig) -> str | None:
     )
 
 
+def _padding(config: RunConfig) -> str | None:
+    data = config.data
+    if config.batch.padding == "keep" or data.builder is not None:
+        return None
+    if data.task == "span_corruption":
+        return (
+            'batch.padding = "trim" with data.task = "span_corruption": the encoder sees tokens in'
+            ' both directions, so that padding counts; set batch.padding = "keep"'
+        )
+    if data.packing == "stream":
+        return (
+            'batch.padding = "trim" has no effect with data.packing = "stream", whose rows have no'
+            ' padding: set data.packing = "documents", or leave this out'
+        )
+    return None
+
+
 RULES = (
+    Rule(
+        "MW-CONFIG-109",
+        _padding,
+        ("batch.padding", "data.packing", "data.task", "data.builder"),
+    ),
     Rule("MW-CONFIG-103", _balance, ("batch.balance", "data.document_boundaries")),
     Rule(
         "MW-CONFIG-102",

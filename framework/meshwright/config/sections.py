@@ -291,6 +291,10 @@ class Batch(Section):
     work: dealt so that all see about equally many keys, where documents have mixed lengths; the step
     is the same up to rounding.
     """
+    padding: Literal["keep", "trim"] = "keep"
+    """Ends of rows that no label counts in. trim: each micro-batch is cut after its last label that
+    counts, for causal models alone; the step is the same up to rounding.
+    """
     ramp: tuple[Length, Length, Length] | None = Field(
         default=None, description="[start, increment, samples], as in [32, 32, 1000000]"
     )

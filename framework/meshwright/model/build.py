@@ -18,7 +18,7 @@ have:
     loss_heads      [(shift of the labels, weight), ...]: the last layer returns a tuple of so many logits
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     weights_note    a line of the summary before step 1, on the first weights
-    impossible      {"tp" | "cp" | "sequence": reason why the model does not support it}
+    impossible      {"tp" | "cp" | "sequence" | "trim": reason why the model does not support it}
     parameter_groups  as the configuration's ``model.parameter_groups``; factors of both multiply
     matrices        {pattern: how a weight splits into matrices}, for an optimizer of matrices: see matrices.py
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.config.batch import validation_steps
 from meshwright.data.mixture_losses import CorporaOf
+from meshwright.data.trim import trim, trimmed_length
 from meshwright.data.work import Dealt, WeighedSource, deal
 from meshwright.model.buffers import StepState
 from meshwright.optimizer import LossScale, add_state
@@ -112,6 +113,8 @@ class StepFeed:
     samples_seen: int
     is_balanced: bool = False
     """True: by the work of the samples."""
+    _samples: dict[int, tuple[Any, Tensor]] = field(default_factory=dict, init=False)
+    """Samples of each micro-batch that was read, where rows are trimmed."""
 
     @functools.cached_property
     def _dealt(self) -> Dealt:
@@ -140,14 +143,33 @@ class StepFeed:
         first = self.samples_seen + block * micro_batch_size
         return range(first, first + micro_batch_size)
 
-    def microbatch(self, m: int) -> Microbatch:
-        """Read micro-batch ``m`` and begin its copy to the device;
-        add the seconds to the parts' ``data_s``.
+    def length(self, m: int) -> int | None:
+        """Return the tokens of the rows of micro-batch ``m`` with ``batch.padding = "trim"``, else
+        None. Without communication: every rank reads the same samples.
         """
-        parts, device = self.parts, self.parts.mesh.device
+        multiple = self.parts.blueprint.trim_multiple
+        return trimmed_length(self._trimmable(m)[1], multiple) if multiple else None
+
+    def _trimmable(self, m: int) -> tuple[Any, Tensor]:
+        """Return the whole samples of micro-batch ``m``, read once in a step: a stage asks for their
+        length before it receives them.
+        """
+        if m not in self._samples:
+            self._samples[m] = self._read(m)
+        return self._samples[m]
+
+    def _read(self, m: int) -> tuple[Any, Tensor]:
+        """Read the samples; add the seconds to the parts' ``data_s``."""
         start_s = time.perf_counter()
         samples = self.source.read(self.indices(m))
-        parts.data_s += time.perf_counter() - start_s
+        self.parts.data_s += time.perf_counter() - start_s
+        return samples
+
+    def microbatch(self, m: int) -> Microbatch:
+        """Read micro-batch ``m`` and begin its copy to the device."""
+        parts, device = self.parts, self.parts.mesh.device
+        length = self.length(m)
+        samples = self._read(m) if length is None else trim(self._trimmable(m), length)
         dtype = DTYPES[parts.config.train.dtype]
         # Every cp rank reads whole samples, because positions and document starts count over all
         # of a sample. Its labels are cut here, its inputs in the model (context_parallel/plan.py).

@@ -163,7 +163,7 @@ class Executor:
                     message for message in argument if message.key[0] is Kind.F
                 )
                 if activations:
-                    self._values.exchange(activations, run.times)
+                    self._values.exchange(activations, run.times, feed.length)
             elif isinstance(argument, Pair):
                 self._forward(argument.forward, run, train=False)
             elif isinstance(argument, Computation) and argument.action.kind is Kind.F:
@@ -198,7 +198,10 @@ class Executor:
             self.current.corpora = samples and samples.corpora
             labels = samples.labels if samples is not None and is_last_stage else None
             with run.recording:
-                output = self.stages[index].forward(microbatch, inputs, labels, train=train)
+                length = run.feed.length(microbatch)
+                output = self.stages[index].forward(
+                    microbatch, inputs, labels, train=train, length=length
+                )
             if isinstance(output, LossPart):
                 run.result.loss_parts.append(output)
             elif output_key is not None:
@@ -239,7 +242,7 @@ class Executor:
         self._run_pair(forward, backward, run.times)
 
     def _communicate(self, messages: MessageGroup, run: _Run) -> None:
-        self._values.exchange(messages, run.times)
+        self._values.exchange(messages, run.times, run.feed.length)
 
     def _reduce(self, action: Action, run: _Run) -> None:
         with TimedAction(run.times, action):

@@ -92,7 +92,13 @@ class Stage:
         return self._saved[microbatch].roots
 
     def forward(
-        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+        self,
+        microbatch: int,
+        inputs: Any,
+        labels: Tensor | None,
+        *,
+        train: bool,
+        length: int | None = None,
     ) -> list[Tensor] | LossPart:
         """Run the layers on one micro-batch; when training, save the tensors that backward needs.
         All shapes are local.
@@ -101,6 +107,7 @@ class Stage:
             inputs: on the first stage the samples, a value of tensors (B, ...); on others the list
                 of leaves that the previous stage sent, in the shapes of ``input_spec``.
             labels: (B, ...) on the last stage, None on others.
+            length: tokens of the samples where they are trimmed; None: those of the specs.
 
         Returns:
             the leaves of the output value, detached, or the last stage's part of the loss.
@@ -125,7 +132,8 @@ class Stage:
                 result = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
             else:
                 outputs = leaves_of(value)
-                check_outputs(outputs, self.output_spec, self.layers, self.index, train)
+                expected = self.output_spec.at(length)
+                check_outputs(outputs, expected, self.layers, self.index, train)
                 specs = zip(outputs, self.output_spec.leaves, strict=True)
                 roots = [output for output, spec in specs if spec.needs_gradient]
                 result = [output.detach().contiguous() for output in outputs]

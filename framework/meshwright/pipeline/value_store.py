@@ -10,7 +10,7 @@ are in flight: see NOTE [sends in flight].
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -131,10 +131,13 @@ class ValueStore:
                     handle.wait()
         return self._values.pop(key)
 
-    def exchange(self, messages: MessageGroup, times: RowTimes) -> None:
+    def exchange(
+        self, messages: MessageGroup, times: RowTimes, length_of: Callable[[int], int | None]
+    ) -> None:
         """Post messages over pp, each on its link. Blocks only for the oldest sends,
         once many are in flight.
 
+        ``length_of``: tokens of the samples of a micro-batch, see :meth:`Feed.length`.
         Bytes on the wire: those of the tensors of each value, in their own dtype.
         """
         self._pp.activity.begin(messages)
@@ -147,7 +150,9 @@ class ValueStore:
                 if handle is not None:
                     self._sends.append(handle)
             else:
-                tensors = self._values[key] = [leaf.empty(self._device) for leaf in received]
+                length = length_of(key[2])
+                tensors = [leaf.at(length).empty(self._device) for leaf in received]
+                self._values[key] = tensors
                 handle = self._pp.transfer(tensors, peer, False, action.__str__)
                 self._arriving[key] = (action, handle)
         if self._can_poll or len(self._sends) > self._most_sends:

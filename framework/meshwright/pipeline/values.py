@@ -40,6 +40,19 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    token_dims: tuple[tuple[int, int], ...] = ()
+    """(dim, divisor) of each dim that has length / divisor elements, for samples of ``length``
+    tokens: where rows are trimmed.
+    """
+
+    def at(self, length: int | None) -> TensorSpec:
+        """Return the spec for trimmed samples of ``length`` tokens; None: samples are whole."""
+        if length is None:
+            return self
+        shape = list(self.shape)
+        for dim, divisor in self.token_dims:
+            shape[dim] = length // divisor
+        return self._replace(shape=tuple(shape))
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate a buffer to receive the tensor."""
@@ -64,6 +77,12 @@ class ValueSpec(NamedTuple):
         if self.tree.num_nodes == 1 == len(leaves):
             return leaves[0]
         return tree_unflatten(leaves, self.tree)
+
+    def at(self, length: int | None) -> ValueSpec:
+        """Return the spec for trimmed samples of ``length`` tokens; None: samples are whole."""
+        if length is None:
+            return self
+        return self._replace(leaves=tuple(leaf.at(length) for leaf in self.leaves))
 
     @property
     def is_tensor(self) -> bool:
@@ -122,6 +141,9 @@ class Feed(Protocol):
 
     def sample_indices(self, m: int) -> Tensor:
         """Return the (B,) int64 global sample indices of micro-batch ``m``, without reading it."""
+
+    def length(self, m: int) -> int | None:
+        """Return the tokens of the trimmed samples of micro-batch ``m``; None: they are whole."""
 
 
 class MetaMicrobatch(NamedTuple):

@@ -94,6 +94,8 @@ def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
             layout.offload,
             layout.recompute,
             layout.shard > 0,
+            layout.unit_layers > 1,
+            layout.keeps_gathered,
             *degrees,
         )
         return {

@@ -29,6 +29,8 @@ from meshwright.verify.layouts import is_possible
 
 CONTEXTS = (("zigzag", "keys"), ("zigzag", HEADS), (BY_DOCUMENTS, "keys"))
 """Orders and exchanges of layouts with cp > 1."""
+GATHERS = ((1, False), (2, False), (1, True))
+"""Layers of a unit, and whether their weights stay gathered, of layouts with ZeRO-3."""
 EPS = (1, 2, 4)
 """Degrees of expert parallelism to prove."""
 
@@ -96,7 +98,12 @@ def candidates(
         if not has_no_effect:
             rest = schedule, zero, sequence, size, 0, recompute, shard, once, offload
             contexts = CONTEXTS if cp > 1 else CONTEXTS[:1]
-            layouts += [Layout(dp, pp, tp, *rest, cp, *each) for each in contexts]
+            gathers = GATHERS if zero == 3 else GATHERS[:1]
+            layouts += [
+                Layout(dp, pp, tp, *rest, cp, *each, 1, *of_units)
+                for of_units in gathers
+                for each in contexts
+            ]
     return [
         layout._replace(ep=ep) for ep in eps for layout in layouts if shares_experts(layout, ep)
     ]

@@ -94,7 +94,8 @@ def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
             draw = random_corruption
         elif config.data.document_boundaries:
             draw = random_documents
-        return VerifySource(draw(config.run.seed, int(vocab_size), length))
+        ends = config.batch.padding == "trim"
+        return VerifySource(draw(config.run.seed, int(vocab_size), length), ends)
     return VerifySource(own_sample(open_sources(config)[0]))
 
 

@@ -237,6 +237,8 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
     stays off if the model with dropout does not run in plain torch, or draws random numbers by
     other means than ``nn.Dropout``.
     """
+    if config.batch.padding == "trim":
+        return PreparedModel(config, ['dropout stays off: batch.padding = "trim" excludes it'])
     builder, options = config.model.builder, config.model.options
     off = [name for name, value in _dropout_options(builder, options).items() if value == 0]
     candidates = []

@@ -29,11 +29,13 @@ class VerifySource(NamedTuple):
 
     The number of labels that count therefore differs between samples and, since m is odd, between
     two or four replicas. A loss averaged per micro-batch, or per replica, then differs from the
-    mean over labels. Of samples with one label each, three in eight are ignored: 1, 1, 0 and 1
-    among four replicas of two. Labels that are not integers all count.
+    mean over labels. With ``ends`` some of the last labels are ignored too: trimmed rows leave them
+    out, and their tokens are no padding. Of samples with one label each, three in eight are ignored:
+    1, 1, 0 and 1 among four replicas of two. Labels that are not integers all count.
     """
 
     sample: Callable[[int], tuple[Any, Tensor]]
+    ends: bool = False
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (inputs, labels) of these sample indices,
@@ -45,7 +47,10 @@ class VerifySource(NamedTuple):
             if labels.dtype != torch.int64:
                 continue
             if labels.dim() > 1:
-                labels[row, : index * 7 % (max(1, labels.shape[1] // 2) | 1)] = IGNORED_LABEL
+                length = labels.shape[1]
+                labels[row, : index * 7 % (max(1, length // 2) | 1)] = IGNORED_LABEL
+                if self.ends:
+                    labels[row, length - index * 5 % (length | 1) :] = IGNORED_LABEL
             elif index % 8 in (1, 2, 7):
                 labels[row] = IGNORED_LABEL
         return default_collate([row[0] for row in rows]), labels

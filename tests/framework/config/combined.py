@@ -13,10 +13,15 @@ from meshwright_models import gpt2, llama
 VOCAB_SIZE, WIDTH = 16, 8
 
 
-def small() -> nn.Sequential:
+def small(dropout: float = 0.0) -> nn.Sequential:
     """Build a GPT-2 that every degree up to 2 divides."""
     return gpt2.build(
-        vocab_size=VOCAB_SIZE, hidden_size=WIDTH, num_layers=2, num_heads=2, max_sequence_length=8
+        vocab_size=VOCAB_SIZE,
+        hidden_size=WIDTH,
+        num_layers=2,
+        num_heads=2,
+        max_sequence_length=8,
+        dropout=dropout,
     )
 
 

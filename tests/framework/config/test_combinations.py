@@ -53,6 +53,8 @@ ASKS: dict[str, tuple[str, ...]] = {
     "kept weights": ("--parallel.keep_gathered",),
     "replicated weights": ("--parallel.zero=1",),
     "dualpipe_v": ("--parallel.pp=2", "--pipeline.schedule=dualpipe_v"),
+    "trimmed rows": ("--batch.padding=trim", "--data.packing=documents"),
+    "cp": ("--parallel.cp=2",),
     "cp head groups": ("--parallel.cp=2", "--parallel.cp_head_groups=2"),
     "cp heads": ("--parallel.cp=2", "--parallel.cp_exchange=heads"),
     "cp documents": ("--parallel.cp=2", "--parallel.cp_order=documents"),
@@ -188,6 +190,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "SyncBatchNorm": (f"{BUILDERS}synchronised", {}),
     "SyncBatchNorm and other coupling": (f"{BUILDERS}synchronised_and_coupled", {}),
     "other running buffers": (f"{BUILDERS}counting", {}),
+    "dropout": (f"{BUILDERS}small", {"dropout": 0.1}),
 }
 """A model with each trait: builder and options."""
 WORDS = {
@@ -203,6 +206,7 @@ WORDS = {
     "dp or cp": "dp2",
     "16 bits": "",
     "balance by work": "",
+    "trimmed rows": "",
 }
 """Smallest layout with a feature."""
 LENGTH, GLOBAL_BATCH = 8, 4
@@ -223,6 +227,8 @@ def asked_of(config: RunConfig, first: str) -> RunConfig:
         model = {"builder": "tests.framework.verify.synchronised:build_of_documents"}
         data, batch = {"document_boundaries": True}, {"balance": "work"}
         config = config.replace(model=model, data=data, batch=batch)
+    if first == "trimmed rows":
+        config = config.replace(batch={"padding": "trim"})
     return layout_config(config, layout, config.batch.global_batch or GLOBAL_BATCH, dtype)
 
 

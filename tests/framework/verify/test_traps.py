@@ -68,9 +68,9 @@ def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:
         )
 
     def counting_all(
-        stage: Stage, microbatch: int, inputs: Any, labels: Any, *, train: bool
+        stage: Stage, microbatch: int, inputs: Any, labels: Any, **options: Any
     ) -> Any:
-        found = forward(stage, microbatch, inputs, labels, train=train)
+        found = forward(stage, microbatch, inputs, labels, **options)
         return (
             LossPart(found.loss_sum, torch.tensor(labels.numel()))
             if isinstance(found, LossPart)

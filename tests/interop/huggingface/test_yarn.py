@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.blueprint import draw_blueprint
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
-from meshwright.verify import parse_layout, verify
+from meshwright.verify import layout_config, parse_layout, verify
 from meshwright_launch.pool import RankPool
 from tests.interop.huggingface.architectures import directory, run_config
 from tests.interop.huggingface.test_restructure import gradients, unmodified
@@ -104,6 +105,35 @@ def test_longrope_in_a_layout(layout: str, tmp_path: Path, pool: RankPool) -> No
     """Verify samples of 12 tokens, above the original length; a rank's part of them is not."""
     path, wanted = long_phi3(tmp_path), [parse_layout(layout)]
     report = verify(run_config(path), wanted, pool, global_batch=4, steps=2, random_tokens=True)
+    assert report.passed, report.table()
+
+
+def test_longrope_is_not_trimmed(tmp_path: Path) -> None:
+    """Shorter rows would have the other set; those of fixed frequencies are allowed."""
+    places = {"longrope": long_phi3(tmp_path / "a"), "fixed": directory("llama", tmp_path / "b")}
+    for name, path in places.items():
+        config = run_config(path).replace(
+            batch={"padding": "trim", "micro_batch_size": 1, "chunks": 4, "global_batch": 4},
+            data={"packing": "documents", "sequence_length": 24},
+        )
+        asked = layout_config(config, parse_layout("pp2"), 4, "float32")
+        if name == "fixed":
+            assert draw_blueprint(asked).trim_multiple == 8
+            continue
+        with pytest.raises(ModelError, match="longrope chooses", check=has_code("MW-PIPELINE-059")):
+            draw_blueprint(asked)
+
+
+@pytest.mark.long
+def test_trimmed_rows_of_transformers_have_the_numbers_of_whole_ones(
+    tmp_path: Path, pool: RankPool
+) -> None:
+    config = run_config(directory("qwen3", tmp_path)).replace(
+        batch={"padding": "trim"}, data={"packing": "documents", "sequence_length": 24}
+    )
+    report = verify(
+        config, [parse_layout("pp2,dp2")], pool, global_batch=4, steps=2, random_tokens=True
+    )
     assert report.passed, report.table()
 
 

@@ -239,3 +239,13 @@ def test_a_fake_mesh_of_any_size_makes_its_own_groups_alone() -> None:
         assert (shard.size, copies.size) == (8, 16)
         assert set(shard.ranks) & set(copies.ranks) == {5000}
         assert mesh.stage_group([0, 3]).rank == -1
+
+
+def test_trimmed_rows_are_dry_run_whole() -> None:
+    """Lengths follow from labels, which a dry run has not; whole rows need the most memory."""
+    whole = configured(pp=2, chunks=2, model="llama")
+    trimmed = whole.replace(batch={"padding": "trim"}, data={"packing": "documents"})
+    peaks = [
+        [each.peak_bytes for each in dry_run_job(config).profiles] for config in (whole, trimmed)
+    ]
+    assert peaks[0] == peaks[1]

@@ -28,6 +28,7 @@ NUMBERS = (
     "interleave",
     "zero",
     "shard_factor",
+    "unit_layers",
 )
 WORDS = {"schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)), "recompute": EFFORTS}
 

@@ -131,11 +131,17 @@ def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
     from meshwright_plan.planner.choice import choice_of
     from meshwright_plan.planner.model_cache import ModelCache
     from meshwright_plan.planner.plan import evaluate
+    from meshwright_plan.planner.row_work import row_lines
 
     cache = ModelCache(job.config, execution_options(job.config.train, hardware), skew=skew)
     found = evaluate(cache, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
     return StepTimeEstimate(
-        found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes
+        found.time.total,
+        found.mfu,
+        found.time.timeline,
+        hardware.name,
+        hardware.usable_bytes,
+        row_lines(cache, hardware, found),
     )
 
 

@@ -39,6 +39,7 @@ so that it cannot contradict another number of samples.
 SEARCHED = {
     *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard_factor")),
     *(f"parallel.{key}" for key in ("sequence", "reduce", "offload", "cp_exchange", "cp_order")),
+    *(f"parallel.{key}" for key in ("unit_layers", "keep_gathered")),
     *(
         f"pipeline.{key}"
         for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")

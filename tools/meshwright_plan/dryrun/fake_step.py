@@ -93,11 +93,17 @@ class RecordingStage:
         return getattr(self._stage, name)
 
     def forward(
-        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+        self,
+        microbatch: int,
+        inputs: Any,
+        labels: Tensor | None,
+        *,
+        train: bool,
+        length: int | None = None,
     ) -> list[Tensor] | LossPart:
         """Run the stage's forward and record its tensors."""
         received = [*tree_leaves(inputs), *([] if labels is None else [labels])]
-        outputs = self._stage.forward(microbatch, inputs, labels, train=train)
+        outputs = self._stage.forward(microbatch, inputs, labels, train=train, length=length)
         kept = self._recorder.numbers_of(self._stage.roots_of(microbatch))
         self._record(
             Kind.F, microbatch, received, [] if isinstance(outputs, LossPart) else outputs, kept
@@ -183,9 +189,9 @@ def share_blueprint(config: RunConfig, at: Coordinates | None = None) -> SharedB
         PlaceholderGroup(name, tuple(range(getattr(grid, name))), rank)
         for name, rank in ranks.items()
     ]
-    return SharedBlueprint(
-        draw_blueprint(without_offload_directory(config), *groups), tuple(groups)
-    )
+    blueprint = draw_blueprint(without_offload_directory(config), *groups)
+    # rows stay whole: their lengths follow from labels, and whole ones need the most memory
+    return SharedBlueprint(replace(blueprint, trim_multiple=0), tuple(groups))
 
 
 def without_offload_directory(config: RunConfig) -> RunConfig:

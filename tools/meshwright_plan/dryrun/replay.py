@@ -189,7 +189,13 @@ class ReplayedStage:
         return self.output_spec is None
 
     def forward(
-        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+        self,
+        microbatch: int,
+        inputs: Any,
+        labels: Tensor | None,
+        *,
+        train: bool,
+        length: int | None = None,
     ) -> list[Tensor] | LossPart:
         """Play the forward; return the stage's output tensors,
         or a loss without a value on the last stage.
@@ -296,6 +302,9 @@ class _Feed:
 
     def sample_indices(self, m: int) -> Tensor:
         return torch.zeros(self._size, dtype=torch.int64)
+
+    def length(self, m: int) -> int | None:
+        return None  # whole rows need the most memory
 
 
 def replay(

@@ -34,6 +34,8 @@ class StepTimeEstimate(NamedTuple):
     device: str
     memory_bytes: int
     """Memory of a device that is available to tensors."""
+    rows: Sequence[str] = ()
+    """Lines on rows of unequal work, if the documents of a corpus are known."""
 
 
 class WireTraffic(NamedTuple):
@@ -198,6 +200,7 @@ def describe(
             f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for"
             f" {time.device}"
         )
+        lines += [f"{'' if at else 'rows':12} {line}" for at, line in enumerate(time.rows)]
     if found:
         return "\n".join(
             [

@@ -42,6 +42,8 @@ class Choice(NamedTuple):
     ep: int = 1
     exchange: str = EXCHANGE
     order: str = ORDER
+    unit_layers: int = 1
+    keeps_gathered: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -82,12 +84,22 @@ class Choice(NamedTuple):
             order=self.order,
             exchange=self.exchange,
             ep=self.ep,
+            unit_layers=self.unit_layers,
+            keeps_gathered=self.keeps_gathered,
         )
 
     @property
     def samples_together(self) -> int:
         """Samples of a micro-batch of all replicas, whose statistics nn.SyncBatchNorm takes."""
         return self.dp * self.micro_batch_size
+
+    @property
+    def gather_words(self) -> list[str]:
+        """Words of a layout for units and weights that stay gathered, where they are not the
+        defaults.
+        """
+        units = [f"unit{self.unit_layers}"] if self.unit_layers > 1 else []
+        return [*units, *(["kept"] if self.keeps_gathered else [])]
 
     def has(self, pins: Mapping[str, int | str]) -> bool:
         """Return True if the layout has the pinned values, field -> value."""
@@ -107,6 +119,7 @@ class Choice(NamedTuple):
         return (
             f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{shared}{pipeline}, "
             f"{self.micro_batch_size} x {self.chunks}, ZeRO-{self.zero}{sharded}"
+            + "".join(f" {word}" for word in self.gather_words)
             + (", sequence" if self.sequence else "")
             + (f", recompute {self.recompute}" if self.recompute != "none" else "")
             + (", offload" if self.offload else "")
@@ -162,4 +175,6 @@ def choice_of(config: RunConfig) -> Choice:
         parallel.ep,
         parallel.cp_exchange,
         parallel.cp_order,
+        parallel.unit_layers,
+        bool(parallel.keep_gathered),
     )

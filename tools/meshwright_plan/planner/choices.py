@@ -41,6 +41,8 @@ hide only ep messages.
 """
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MAX_CHUNKS = 1024
+GATHERS = ((1, False), (4, False), (1, True), (4, True))
+"""Layers of a unit of ZeRO-3, and whether weights stay gathered from forward to backward."""
 
 
 def divisors(number: int) -> list[int]:
@@ -238,7 +240,11 @@ def _of_degrees(
                 factors = [replicas] if zero else [1]
                 if zero and 1 < in_node < replicas and replicas % in_node == 0:
                     factors.append(in_node)
-                for factor, recompute in itertools.product(factors, recomputes):
+                gathers = GATHERS if zero == 3 else GATHERS[:1]
+                for factor, of_units, recompute in itertools.product(factors, gathers, recomputes):
+                    unit_layers, keeps_gathered = of_units
+                    if schedule == experts.PAIRED and unit_layers > 1:
+                        continue  # refused: MW-CONFIG-106
                     yield layout(
                         schedule=schedule,
                         interleave=interleave,
@@ -247,4 +253,6 @@ def _of_degrees(
                         zero=zero,
                         shard_factor=factor,
                         recompute=recompute,
+                        unit_layers=unit_layers,
+                        keeps_gathered=keeps_gathered,
                     )

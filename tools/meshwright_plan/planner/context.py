@@ -330,7 +330,7 @@ class ContextModel:
                     call.flops * self.shares.share(parallel, micro_batch_size, call.window)
                     for call in layer.cores
                 )
-                changed[id(layer.forward)] = _scaled(layer, wanted / counted)
+                changed[id(layer.forward)] = scale_attention(layer, wanted / counted)
         if not changed:
             return layers
         return tuple(
@@ -338,7 +338,9 @@ class ContextModel:
         )
 
 
-def _scaled(layer: LayerProfile, factor: float) -> LayerProfile:
+def scale_attention(layer: LayerProfile, factor: float) -> LayerProfile:
+    """Return a profile whose attention has ``factor`` times the FLOPs."""
+
     def scale(works: Sequence[Work]) -> tuple[Work, ...]:
         return tuple(
             w._replace(flops=w.flops * factor) if w.kind is WorkKind.ATTENTION else w for w in works

@@ -18,6 +18,7 @@ from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, seconds_in_turns, simulate
 from meshwright_plan.planner.experts import AXIS, PAIRED
 from meshwright_plan.planner.fast_simulation import simulate_fast
+from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.layer_time import LayerTime, layer_time
 from meshwright_plan.planner.layout_model import LayoutModel
 from meshwright_plan.planner.links import GroupLink, leaves_node
@@ -78,15 +79,13 @@ def step_time(
     results = {} if results is None else results
     if key not in results:
         # hardware is kept alive: no other gets its id
-        results[key] = hardware, _stage_times(layout, performance)
+        results[key] = hardware, stage_times(layout, performance)
     stages: list[StageTime] = results[key][1]
     num_nodes = max(layout.grid.size / hardware.devices_per_node, 1.0)
-    # ranks that share a core slow each other down
-    on_node = min(replicas * tp, hardware.devices_per_node)
-    sharing = max(1.0, on_node / hardware.processors) if on_cpu else 1.0
+    sharing = sharing_factor(layout, hardware)
     if sharing > 1:
         stages = [StageTime(*(seconds * sharing for seconds in stage)) for stage in stages]
-    costs, schedule = _costs(layout, stages, traits), layout.schedule
+    costs, schedule = simulation_costs(layout, stages, traits), layout.schedule
     timeline = Timeline(schedule.name, ())
     if simulated:
         timeline = (simulate if schedule.rows[0][-1:] == (Action(Kind.STEP),) else simulate_fast)(
@@ -109,7 +108,7 @@ def step_time(
         * sharing
     )
     total = pipeline + (reduce + gather) * sharing + optimizer
-    total = total * (1 + fractions.waits * math.log2(num_nodes)) + fractions.step_s
+    total = total * waits_factor(layout, performance) + fractions.step_s
     bubble = bubble_share(timeline) if simulated else 0.0
     hidden = (
         _hidden_s(timeline, schedule, costs) * batch_numbers(layout.config.batch).chunks
@@ -119,6 +118,20 @@ def step_time(
     return StepTime(
         total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages), hidden
     )
+
+
+def waits_factor(layout: LayoutModel, performance: PerformanceModel) -> float:
+    """Return the factor of a step's time for ranks that wait for the slowest node."""
+    num_nodes = max(layout.grid.size / performance.hardware.devices_per_node, 1.0)
+    return 1 + performance.fractions.waits * math.log2(num_nodes)
+
+
+def sharing_factor(layout: LayoutModel, hardware: Hardware) -> float:
+    """Return the factor by which ranks that share a core slow each other down: 1 on GPUs."""
+    if hardware.kind != "cpu":
+        return 1.0
+    on_node = min(layout.grid.num_replicas * layout.grid.tp, hardware.devices_per_node)
+    return max(1.0, on_node / hardware.processors)
 
 
 def _ranks_by_elements(layout: LayoutModel) -> list[int]:
@@ -146,7 +159,7 @@ def _all_cores_s(
     return float(batch_numbers(layout.config.batch).chunks * busy * ranks / num_cores)
 
 
-def _stage_times(layout: LayoutModel, performance: PerformanceModel) -> list[StageTime]:
+def stage_times(layout: LayoutModel, performance: PerformanceModel) -> list[StageTime]:
     """Return the times of each stage; equal layers are timed once."""
     dtype, tp = layout.config.train.dtype, layout.config.parallel.tp
     cp = max(layout.grid.cp, performance.traits.context)
@@ -181,7 +194,7 @@ simulated with unequal halves.
 """
 
 
-def _costs(
+def simulation_costs(
     layout: LayoutModel, stages: Sequence[StageTime], traits: FrameworkTraits
 ) -> list[Costs]:
     """Return the simulation costs of each stage.
@@ -256,7 +269,7 @@ def steady_s(layout: LayoutModel, stages: Sequence[StageTime], traits: Framework
     """Return the seconds per additional micro-batch:
     one forward and backward of the slowest rank.
     """
-    return max(_busy_s(layout.schedule, _costs(layout, stages, traits)))
+    return max(_busy_s(layout.schedule, simulation_costs(layout, stages, traits)))
 
 
 def _message_s(

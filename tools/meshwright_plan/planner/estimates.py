@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from meshwright.config import V_SCHEDULES
 from meshwright.optimizer.at_rest import Elements, held_at_rest
+from meshwright.parameters import DTYPES
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
@@ -22,6 +23,7 @@ from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright_plan.planner.choice import Choice, with_choice
 from meshwright_plan.planner.cost import step_time
 from meshwright_plan.planner.layout_model import LayoutModel
+from meshwright_plan.planner.memory.units import StageUnits
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.rates import PerformanceModel
 from meshwright_plan.planner.stage_time import stages_by_rank
@@ -112,7 +114,9 @@ def _cached_schedule(
 def _stages_of(choice: Choice) -> tuple[object, ...]:
     """Return a key: the fields on which layer profiles and stages depend."""
     degrees = choice.pp, choice.cp, choice.tp, choice.ep, choice.sequence, choice.interleave
-    return (*degrees, choice.micro_batch_size, choice.recompute, choice.exchange, choice.order)
+    of_units = choice.unit_layers, choice.keeps_gathered
+    layers = choice.micro_batch_size, choice.recompute, choice.exchange, choice.order
+    return (*degrees, *layers, *of_units)
 
 
 def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
@@ -165,7 +169,8 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
             kept = _kept_bytes(layout, stages, num_in_flight[rank])
             temporary = max(max(p.bytes for p in layout.footprints[s].backward) for s in stages)
             elements = tuple(layout.elements[s] for s in stages)
-            found.append((elements, kept + max(temporary, 0)))
+            gathered = sum(_gathered_bytes(layout, s) for s in stages)
+            found.append((elements, kept + gathered + max(temporary, 0)))
         return found
 
     def at_rest(of: Choice, elements: tuple[Elements, ...]) -> int:
@@ -213,6 +218,13 @@ def _kept_bytes(layout: LayoutModel, stages: Sequence[int], num_in_flight: int) 
         return num_in_flight * sum(kept.values()) / len(kept)
     alone = kept.pop(with_loss)
     return alone + (num_in_flight - 1) * sum(kept.values()) / len(kept)
+
+
+def _gathered_bytes(layout: LayoutModel, stage: int) -> int:
+    """Return the bytes of a stage's weights that stay gathered between forward and backward."""
+    of = layout.footprints[stage]
+    itemsize = DTYPES[layout.config.train.dtype].itemsize
+    return itemsize * StageUnits(of.backward, of.units).kept
 
 
 def least_bytes(cache: ModelCache, choice: Choice) -> tuple[int, int]:

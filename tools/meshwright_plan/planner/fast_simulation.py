@@ -12,11 +12,20 @@ from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_
 from meshwright.schedule.analysis import Costs, Span, Timeline, pair_spans
 
 
-def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
+def simulate_fast(
+    schedule: Schedule, costs: Sequence[Costs], by_microbatch: Sequence[Sequence[Costs]] = ()
+) -> Timeline:
     """Simulate a schedule with buffered sends; return its computations.
     Several times as fast as :func:`simulate`.
 
-    ``schedule``: from ``build``, not lowered. Raises :class:`ScheduleError` if it hangs.
+    Args:
+        schedule: from ``build``, not lowered.
+        costs: of each stage.
+        by_microbatch: costs of each stage for each micro-batch, where these differ; messages take
+            the time that ``costs`` has.
+
+    Raises:
+        ScheduleError: the schedule hangs.
     """
     last = schedule.num_stages - 1
     ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
@@ -24,7 +33,8 @@ def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
         costs[s].comm if s < last and ranks[s] != ranks[s + 1] else 0.0 for s in range(last + 1)
     ]
     back = [costs[s].comm if s > 0 and ranks[s] != ranks[s - 1] else 0.0 for s in range(last + 1)]
-    takes = {(kind, stage): cost.of(kind) for kind in COMPUTE for stage, cost in enumerate(costs)}
+    of_microbatch = by_microbatch or [costs] * schedule.chunks
+    takes = [_seconds(each) for each in by_microbatch] or [_seconds(costs)] * schedule.chunks
     arrives: dict[tuple[bool, int, int], float] = {}
     """(True for a forward's input, receiving stage, micro-batch) -> time of arrival."""
     waiting: dict[tuple[bool, int, int], int] = {}
@@ -47,13 +57,15 @@ def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
                 waiting[missing] = rank
                 break
             if isinstance(row[positions[rank]], Action):
-                own.append(
-                    Span(rank, group[0], clock, clock + takes[group[0].kind, group[0].stage or 0])
-                )
+                kind, stage, microbatch = group[0]
+                taken_s = takes[microbatch or 0][kind, stage or 0]
+                own.append(Span(rank, group[0], clock, clock + taken_s))
             else:
-                own += pair_spans(
-                    rank, group, clock, [costs[each.stage or 0].parts(each.kind) for each in group]
-                )
+                parts = [
+                    of_microbatch[each.microbatch or 0][each.stage or 0].parts(each.kind)
+                    for each in group
+                ]
+                own += pair_spans(rank, group, clock, parts)
             clock = own[-1].end
             positions[rank] += 1
             for kind, stage, microbatch in group:
@@ -70,3 +82,8 @@ def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
             f"{schedule.name} hangs: ranks wait for each other ({len(waiting)}); see check()",
         )
     return Timeline(schedule.name, tuple(span for row in spans for span in row))
+
+
+def _seconds(costs: Sequence[Costs]) -> dict[tuple[Kind, int], float]:
+    """Return the seconds of each kind of computation of each stage."""
+    return {(kind, stage): cost.of(kind) for kind in COMPUTE for stage, cost in enumerate(costs)}

@@ -18,6 +18,7 @@ from meshwright_plan.planner.memory.rank import CATEGORIES
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import Plan, tokens_per_second, usable_bytes
 from meshwright_plan.planner.ranking import error_share
+from meshwright_plan.planner.row_work import row_lines
 from meshwright_plan.planner.text import memory_rows, notes
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
@@ -29,6 +30,7 @@ def page(cache: ModelCache, plan: Plan) -> str:
     """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
     timeline, share = first.time.timeline, error_share(plan.hardware)
+    of_rows = row_lines(cache, plan.hardware, first)
     return render(
         TEMPLATE,
         title=f"{plan.base.run.name} on {plan.size:,} x {plan.hardware.name}",
@@ -50,7 +52,7 @@ def page(cache: ModelCache, plan: Plan) -> str:
         strategy=strategy(cache, plan),
         rows=_rows(cache, plan),
         why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
-        notes=notes(plan),
+        notes=[*notes(plan), *([f"rows: {' '.join(of_rows)}"] if of_rows else [])],
         categories=CATEGORIES,
         memory=memory_rows(first),
         memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),

@@ -65,6 +65,7 @@ def complexity(choice: Choice) -> tuple[float, ...]:
         choice.zero,
         choice.zero > 0 and choice.shard_factor < choice.num_replicas,
         choice.effort,
+        len(choice.gather_words),
         bool(context_words(choice.exchange, choice.order)),
     )
 

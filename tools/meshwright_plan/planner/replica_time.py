@@ -133,7 +133,11 @@ def _units_of(layout: LayoutModel, stage: int) -> list[_Unit]:
 def _gathers_of_kept(layout: LayoutModel, stage: int) -> tuple[float, float]:
     """Return the shares of a stage's forwards and backwards that gather the weights which stay
     until a backward: those that follow a backward.
+
+    Without actions, in an estimate: each forward, as where forwards and backwards alternate.
     """
+    if not layout.schedule.rows[0]:
+        return 1.0, 0.0
     gathers = {Kind.F: 0, Kind.B: 0}
     is_gathered, chunks = False, 0
     for _, action in layout.schedule.actions(layout.schedule.rank_of(stage)):

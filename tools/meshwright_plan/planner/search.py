@@ -41,7 +41,7 @@ from meshwright_plan.planner.ranking import choose_lines, complexity, group_alik
 from meshwright_plan.planner.rates import PerformanceModel
 
 BEST = 10
-MAX_EVALUATED = 40
+MAX_EVALUATED = 60
 FASTEST, SIMPLEST = 3, 3
 """Numbers of layouts of the same degrees that are evaluated before their near-duplicates."""
 UNKNOWN_BYTES = 2**62
@@ -174,7 +174,14 @@ class _Search:
     def _estimate(self, alike: Sequence[Choice]) -> bool:
         """Estimate choices that differ only in sharding and recompute; return True if any fits."""
         least = max(
-            alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor)
+            alike,
+            key=lambda each: (
+                each.zero,
+                each.recompute == "full",
+                each.shard_factor,
+                not each.keeps_gathered,
+                -each.unit_layers,
+            ),
         )
         at_rest, _ = least_bytes(self.cache, least)
         if at_rest > self.room:
@@ -318,10 +325,14 @@ def _postponed(estimates: Sequence[_Estimate]) -> list[_Estimate]:
 def _is_skipped(choice: Choice, fitting: Sequence[Choice]) -> bool:
     """Check if a layout that shards or recomputes less, in equal groups, and so is never slower,
     fits.
+
+    Layouts of ZeRO-3 with other units, or other weights that stay gathered, are compared by their
+    time: the simplest of a tie is chosen.
     """
     return any(
         other.zero <= choice.zero
         and other.effort <= choice.effort
         and other.shard_factor == choice.shard_factor
+        and (other.zero < 3 or other.gather_words == choice.gather_words)
         for other in fitting
     )

@@ -23,6 +23,7 @@ from meshwright_plan.planner.plan import (
     usable_bytes,
 )
 from meshwright_plan.planner.ranking import TIE_SHARE, error_share
+from meshwright_plan.planner.row_work import row_lines
 
 MAX_RULES = 14
 WIDTH = 110
@@ -53,7 +54,10 @@ def describe(cache: ModelCache, plan: Plan) -> str:
     if not plan.best:
         return "\n".join([*lines, "", "no layout fits"])
     first = plan.best[0]
-    lines += ["", *table(cache, plan.best, plan), *notes(plan), ""]
+    lines += ["", *table(cache, plan.best, plan), *notes(plan)]
+    of_rows = row_lines(cache, hardware, first)
+    lines += [f"{'' if at else 'rows':10} {line}" for at, line in enumerate(of_rows)]
+    lines += [""]
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
     lines += [
@@ -122,7 +126,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
                 * len(contexts),
                 schedule,
                 f"{c.micro_batch_size} x {c.chunks}",
-                zero + (" offload" if c.offload else ""),
+                " ".join([zero, *c.gather_words, *(["offload"] if c.offload else [])]),
                 "yes" if c.sequence else "-",
                 c.recompute if c.recompute != "none" else "-",
                 *(

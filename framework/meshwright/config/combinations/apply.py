@@ -50,8 +50,8 @@ def parallel_values(parallel: Parallel, layout: Layout) -> dict[str, Any]:
         "shard_factor": layout.shard or None,
         "reduce": "step" if layout.reduces_once else None,
         "offload": layout.offload,
-        "unit_layers": parallel.unit_layers if layout.zero == 3 else 1,
-        "keep_gathered": parallel.keep_gathered if layout.zero == 3 else False,
+        "unit_layers": layout.unit_layers,
+        "keep_gathered": layout.keeps_gathered and (parallel.keep_gathered or True),
         "offload_directory": parallel.offload_directory if layout.offload else None,
     }
     if layout.exchange == "heads":

@@ -114,12 +114,7 @@ SETTINGS: dict[str, Feature] = {
         lambda config: config.parallel.offload_directory is not None,
         ("parallel.offload_directory",),
     ),
-    "units of layers": Feature(
-        lambda config: config.parallel.unit_layers > 1, ("parallel.unit_layers",)
-    ),
-    "kept weights": Feature(
-        lambda config: bool(config.parallel.keep_gathered), ("parallel.keep_gathered",)
-    ),
+    "trimmed rows": Feature(lambda config: config.batch.padding == "trim", ("batch.padding",)),
     "cp head groups": Feature(
         lambda config: config.parallel.cp_head_groups is not None, ("parallel.cp_head_groups",)
     ),
@@ -193,6 +188,8 @@ LAYOUT: dict[str, Callable[[Layout], bool]] = {
     "whole gradients": lambda layout: layout.zero < 2 or layout.shard == 1,
     "shards": lambda layout: layout.shard > 1,
     "shard factor": lambda layout: layout.zero > 0 and 1 < layout.shard < layout.dp * layout.cp,
+    "units of layers": lambda layout: layout.unit_layers > 1,
+    "kept weights": lambda layout: layout.keeps_gathered,
     "reduce = step": lambda layout: _reduces_once(layout),
     "pointwise": lambda layout: layout.recompute == "pointwise",
     "selective": lambda layout: layout.recompute == "selective",
@@ -243,6 +240,8 @@ LAYOUT_KEYS: dict[str, tuple[str, ...]] = {
     "no ZeRO": ("parallel.zero",),
     "whole gradients": ("parallel.zero", "parallel.shard_factor"),
     "shards": ("parallel.shard_factor",),
+    "units of layers": ("parallel.unit_layers",),
+    "kept weights": ("parallel.keep_gathered",),
     "pointwise": ("pipeline.recompute",),
     "selective": ("pipeline.recompute",),
 }

@@ -17,7 +17,8 @@ SCHEDULE_FILE = "file"
 
 LAYOUT_WORDS = (
     "dpN, ppN, tpN, cpN, epN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3,"
-    " shardN (shard_factor), step (parallel.reduce), offload, sequence, contiguous or documents"
+    " shardN (shard_factor), unitN (unit_layers), kept (keep_gathered: the configuration's layers, or"
+    " all), step (parallel.reduce), offload, sequence, contiguous or documents"
     " (parallel.cp_order), heads (parallel.cp_exchange), pointwise, selective or full (recompute), "
     + ", ".join(SCHEDULES)
     + ", file (pipeline.schedule_file)"
@@ -27,12 +28,14 @@ NUMBERED = {axis.name: axis.name for axis in AXES} | {
     "zero": "zero",
     "interleave": "interleave",
     "shard": "shard",
+    "unit": "unit_layers",
 }
 """Word that a number follows -> field of :class:`Layout`."""
 SWITCHES: dict[str, dict[str, Any]] = {
     "sequence": {"sequence": True},
     "offload": {"offload": True},
     "step": {"reduces_once": True},
+    "kept": {"keeps_gathered": True},
     "heads": {"exchange": "heads"},
     **{kind: {"recompute": kind} for kind in ("pointwise", "selective", "full")},
     **{order: {"order": order} for order in ORDERS},
@@ -65,6 +68,10 @@ class Layout(NamedTuple):
     exchange: str = "keys"
     """Value of ``parallel.cp_exchange``."""
     ep: int = 1
+    unit_layers: int = 1
+    """Value of ``parallel.unit_layers``."""
+    keeps_gathered: bool = False
+    """True for ``parallel.keep_gathered``: the layers that the configuration names, or all."""
 
     @property
     def size(self) -> int:
@@ -93,6 +100,8 @@ class Layout(NamedTuple):
         words += [f"interleave{self.interleave}"] if self.interleave else []
         words += [self.recompute] if self.recompute != "none" else []
         words += [f"shard{self.shard}"] if self.shard else []
+        words += [f"unit{self.unit_layers}"] if self.unit_layers > 1 else []
+        words += ["kept"] if self.keeps_gathered else []
         words += ["step"] if self.reduces_once else []
         words += ["offload"] if self.offload else []
         return ",".join([*words, f"mbs{self.micro_batch_size}"])
@@ -149,4 +158,6 @@ def layout_of(config: RunConfig) -> Layout:
         order=parallel.cp_order,
         exchange=parallel.cp_exchange,
         ep=parallel.ep,
+        unit_layers=parallel.unit_layers,
+        keeps_gathered=bool(parallel.keep_gathered),
     )

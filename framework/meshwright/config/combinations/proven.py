@@ -80,6 +80,11 @@ SHARED = (
         "sums within and across shard groups",
     ),
     ProvenPairs(
+        ("units of layers", "kept weights"),
+        ("zero3", "split backward", "full"),
+        "weights of a unit are gathered and freed around the forwards and backwards of its layers",
+    ),
+    ProvenPairs(
         ONCE,
         ("gpipe", "split backward", "tp", TIES[0]),
         "gradients stay whole on the replica until the step",

@@ -126,6 +126,20 @@ REFUSED = (
         "documents without boundaries",
     ),
     RefusedPair(
+        "MW-CONFIG-107",
+        "the tokens of a rank, and their order, are those of whole rows",
+        'set parallel.cp = 1, or batch.padding = "keep"',
+        "trimmed rows",
+        "cp",
+    ),
+    RefusedPair(
+        "MW-CONFIG-108",
+        "a layer would be compiled anew for each length",
+        '--train.compile=false, or batch.padding = "keep"',
+        "trimmed rows",
+        "compile",
+    ),
+    RefusedPair(
         "MW-CONFIG-091",
         "the optimizer steps whole parameters, and ranks would have parts of the experts",
         "set parallel.ep = 1, or choose another optimizer",
@@ -262,6 +276,30 @@ REFUSED_TRAITS = (
         "BatchNorm statistics",
         "BatchNorm takes the statistics of whole micro-batches",
         "MW-PIPELINE-010",
+    ),
+    RefusedTrait(
+        "trimmed rows",
+        "dropout",
+        "masks are drawn by positions in whole rows",
+        "MW-PIPELINE-054",
+    ),
+    RefusedTrait(
+        "trimmed rows",
+        "BatchNorm statistics",
+        "padding counts in the statistics",
+        "MW-PIPELINE-055",
+    ),
+    RefusedTrait(
+        "trimmed rows",
+        "SyncBatchNorm",
+        "padding counts in the statistics",
+        "MW-PIPELINE-055",
+    ),
+    RefusedTrait(
+        "trimmed rows",
+        "other running buffers",
+        "forward changes buffers, and may count padding",
+        "MW-PIPELINE-055",
     ),
     RefusedTrait(
         "tp",

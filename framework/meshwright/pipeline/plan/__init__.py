@@ -8,6 +8,7 @@ cut_layers, layer_weights, partition  layers of each stage
 describe_boundaries                   values between the stages
 recomputed_names                      layers with activation checkpointing (recompute)
 offloaded_names                       layers with activation offload
+check_trimmable, with_token_dims      trimmed rows: whether a model allows them, and shapes by their length
 check_running                         running buffers (BatchNorm) that this layout would change
 check_synchronised                    nn.SyncBatchNorm whose samples this layout would not have together
 outline_of, outline_of_value          equality of layers and of values, for caches
@@ -30,6 +31,8 @@ from meshwright.pipeline.plan.recompute_plan import offloaded_names as offloaded
 from meshwright.pipeline.plan.recompute_plan import recomputed_names as recomputed_names
 from meshwright.pipeline.plan.running import check_running as check_running
 from meshwright.pipeline.plan.running import check_synchronised as check_synchronised
+from meshwright.pipeline.plan.trimmed import check_trimmable as check_trimmable
+from meshwright.pipeline.plan.trimmed import with_token_dims as with_token_dims
 from meshwright.pipeline.recompute import recompute_parts as recompute_parts
 from meshwright.pipeline.recompute import recomputed as recomputed
 from meshwright.pipeline.split_backward import SplitBackward as SplitBackward

@@ -197,14 +197,20 @@ class _StageChecks:
         return run
 
     def _during_forward(
-        self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool
+        self,
+        microbatch: int,
+        inputs: Any,
+        labels: Tensor | None,
+        *,
+        train: bool,
+        length: int | None = None,
     ) -> Any:
         self._microbatch, self._forward, self._num_calls = microbatch, True, 0
         if self.stage.input_spec is None:
             self._note(EvidenceKind.INPUT, -1, "", inputs)
         try:
             output: list[Tensor] | LossPart = type(self.stage).forward(
-                self.stage, microbatch, inputs, labels, train=train
+                self.stage, microbatch, inputs, labels, train=train, length=length
             )
             return output
         finally:

@@ -63,7 +63,11 @@ from meshwright_interop.huggingface.restructure.released import (
     Conversions,
     under_module_names,
 )
-from meshwright_interop.huggingface.restructure.rotary import choose_by_length, refuse_dynamic
+from meshwright_interop.huggingface.restructure.rotary import (
+    choose_by_length,
+    refuse_dynamic,
+    trim_refusal,
+)
 from meshwright_interop.huggingface.restructure.routers import KIND as ROUTER
 from meshwright_interop.huggingface.restructure.routers import prepare_routers
 from meshwright_interop.huggingface.restructure.untouched import check_untouched
@@ -151,7 +155,7 @@ def build(
         matrices=matrices_of_experts(layers),
         divisible=sharding.divisible,
         shared_units=dict(sharding.shared),
-        impossible=sharding.impossible | impossible,
+        impossible=sharding.impossible | impossible | trim_refusal(config),
         tied_weights=tied,
         initialise=initialise,
         copy_rows=None if source is None else initialise.copy_rows,

@@ -53,6 +53,13 @@ def choose_by_length(model: nn.Module, place: str) -> None:
         _choose(module)
 
 
+def trim_refusal(config: Any) -> dict[str, str]:
+    """Return the reason why rows cannot be trimmed, as ``impossible`` of a model; empty if they can."""
+    if LONGROPE not in _kinds(config):
+        return {}
+    return {"trim": f"{LONGROPE} chooses the rotary frequencies by the length of a row"}
+
+
 def _kinds(config: Any) -> set[str]:
     tables = tables_of(getattr(config, "rope_parameters", None) or {})
     return {str(table.get("rope_type")) for table in tables}
