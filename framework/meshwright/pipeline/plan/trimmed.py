@@ -53,8 +53,8 @@ def check_trimmable(builder: str, model: PlainModel, forward: ModelDescription) 
     if coupled:
         raise ModelError(
             "MW-PIPELINE-060",
-            f'batch.padding = "trim" with {builder}: {coupled[0]} takes statistics of all positions'
-            f" of a micro-batch, and those that are trimmed would not count: {KEEP}",
+            f'batch.padding = "trim" with {builder}: {coupled[0]} takes the statistics of a'
+            f" micro-batch, and may count positions that are trimmed: {KEEP}",
         )
     heads = tuple(name for name in forward.metrics if name.startswith("head_loss/"))
     if others := [name for name in forward.metrics if name not in heads]:
