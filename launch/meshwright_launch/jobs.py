@@ -66,6 +66,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
             checked.launch.max_restarts,
             directory,
             lambda text: tell(f"meshwright: {text}"),
+            (lambda: 0) if mirror is None else mirror.newest_step,
         )
     )
 

@@ -25,7 +25,9 @@ from meshwright.system.working_folder import why_not_own
 PREFIX = "meshwright-launcher-"
 PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
 YOUNG_S = 60
-"""Age in seconds below which a launcher may still be about to lock its directory."""
+"""Age in seconds below which a launcher of an earlier version may still be about to lock its directory;
+one in memory never is, and holds much of it.
+"""
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 MAX_PATH_LENGTH = 60
 """Bytes of a directory's path that leave room for the name of a Unix socket;
@@ -77,9 +79,11 @@ def check_mirror_space(needed: int) -> None:
 def _own_directory(place: Path) -> Path:
     pid = os.getpid()
     if (pid, place) not in _own:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        lock = FileLock(path, DIRECTORY_FLAGS)
+        # locked before it has a name by which others look for abandoned ones
+        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=place))
+        lock = FileLock(made, DIRECTORY_FLAGS)
         lock.take()
+        path = made.rename(made.with_name(made.name.removeprefix(".")))
         _own[pid, place] = path, lock
         atexit.register(_remove_own, pid, path)
     return _own[pid, place][0]
@@ -110,5 +114,6 @@ def remove_leftovers() -> None:
 
 
 def _is_abandoned(directory: Path, modified_s: float) -> bool:
+    is_old = time.time() - modified_s > YOUNG_S or directory.parent == MEMORY
     with FileLock(directory, DIRECTORY_FLAGS) as lock:
-        return time.time() - modified_s > YOUNG_S and lock.take()
+        return is_old and lock.take()

@@ -87,7 +87,18 @@ class MirrorPlace:
     def __init__(self) -> None:
         self.generation = 0
         """Number of the newest launch of ranks; no two write the same step under one number."""
+        self.recoveries = 0
+        """Failures that were repaired in place so far."""
+        self.futile = 0
+        """Those in a row since the run has taken a step."""
+        self._failed_step = -1
         self._path: Path | None = None
+
+    def count_failure(self, step: int) -> None:
+        """Count a failure that is repaired; ``step``: the newest that was mirrored."""
+        self.recoveries += 1
+        self.futile = 1 if step > self._failed_step else self.futile + 1
+        self._failed_step = step
 
     def open(self) -> Path:
         """Return the directory; make it at the first call. It is removed when this process exits.
@@ -107,6 +118,12 @@ class MirrorPlace:
                     " watch.mirror out",
                 ) from None
         return self._path
+
+    def newest_step(self) -> int:
+        """Return the newest step in memory; 0: none."""
+        from meshwright.checkpoint.memory import newest_step
+
+        return newest_step(self.open())
 
     def clear(self) -> None:
         """Forget all steps: a restart must not resume from them."""
@@ -179,14 +196,14 @@ def launch(work: Work, config: RunConfig, mirror: MirrorPlace | None = None) -> 
             return _start(work, config, place, logs, records, ignored)
 
         first = 0 if mirror is None else mirror.generation
-        recovery = None if mirror is None else _open_recovery(store, start, config, first)
+        recovery = None if mirror is None else _open_recovery(store, start, config, mirror)
         try:
             ranks = [start(rank, first) for rank in range(num_ranks)]
             _watch(ranks, records, logs, forwarder, recovery)
         except RankFailed as failed:
             failed.is_requested = forwarder.has_forwarded
-            if mirror is not None and recovery is not None:
-                mirror.generation = recovery.generation + 1
+            if mirror is not None:
+                mirror.generation += 1
                 if failed.exit_code == DriftError.exit_code:  # steps before may have drifted too
                     mirror.clear()
             raise
@@ -218,15 +235,15 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
 
 
 def _open_recovery(
-    store: Any, start: Callable[[int, int], Any], config: RunConfig, first: int
+    store: Any, start: Callable[[int, int], Any], config: RunConfig, place: MirrorPlace
 ) -> RankReplacer:
-    """Return the launcher's side of recoveries in place; ``first``: number of the first launch."""
+    """Return the launcher's side of recoveries in place."""
     from meshwright_launch.recovery import RankReplacer
 
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int)
     limit, directory = config.launch.max_restarts, run_directory(config.run)
-    return RankReplacer(store, start, num_ranks, limit, directory, first)
+    return RankReplacer(store, start, num_ranks, limit, directory, place)
 
 
 def _start(
@@ -298,6 +315,11 @@ def _watch(
             if not failures and codes[failed[0]] == UNKNOWN_EXIT:
                 raise _server_gone("and all ranks with it", failed[0])
             raise build_error(failed[0], codes[failed[0]], failures, logs)
+        elif recovery is not None and recovery.is_pending and has_finished:
+            _end_all(ranks)  # those that wait for a rank that has ended the run
+            raise RankFailed(
+                "a rank died while the others ended the run; the next start finds it complete", 0
+            )
         elif recovery is not None and recovery.is_pending:
             recovery.check(ranks)
     for record in read_failures(records):  # no rank failed: all have saved and exited on request

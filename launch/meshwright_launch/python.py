@@ -40,7 +40,7 @@ from meshwright.run.start import resume_or_start
 from meshwright.run.trust import check_file
 from meshwright.step import take_step
 from meshwright.system.process import GiveUp, StopRequest
-from meshwright.terminal.output import print_lines
+from meshwright.terminal.output import print_lines, tell
 from meshwright_launch import devices, local
 from meshwright_launch.callbacks import StreamState
 from meshwright_launch.environment import Launcher, launch_environment, rank_variables
@@ -194,6 +194,8 @@ def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
         return
     devices.choose_devices(config.launch)
     resolved = resolve(config, devices.num_local_ranks(config))
+    if resolved.watch.mirror:
+        tell("watch.mirror has no effect here: `meshwright train` alone replaces ranks")
     local.launch(partial(_call, function), resolved)
 
 

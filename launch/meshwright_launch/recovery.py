@@ -7,9 +7,9 @@
     launcher       all ranks have taken a step: the recovery is complete, and recorded
 
 What fails before it is complete, or does not come in time, is not repaired again: the launcher kills
-all ranks and starts them anew, from the same mirror. Each announcement counts as one of
-``launch.max_restarts``. After the last one, or three in a row that were not completed, a failure
-is handled as without a mirror (restarts.py).
+all ranks and starts them anew, from the same mirror. Each failure counts as one of
+``launch.max_restarts``. After the last one, or three in a row at the same step, a failure is handled
+as without a mirror (restarts.py), and the ranks again resume from it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from meshwright.errors import Preempted
 from meshwright.mesh.mesh import abort_groups, leave_mesh
+from meshwright.mesh.rendezvous import DEFAULT_PORT
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.mirror import Mirror
 from meshwright.system.atomic import append_synced
+from meshwright.system.numbers import MAX_INT64, MAX_PORT, environment_number
+from meshwright.system.process import StopRequest
 from meshwright.terminal.output import tell
 from meshwright_launch.failure import RankFailed, has_lost_peer
 from meshwright_launch.rank import GENERATION, MIRROR
 from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
+
+if TYPE_CHECKING:
+    from meshwright_launch.local import MirrorPlace
 
 RECOVERIES = "recoveries.jsonl"
 """File of a run's directory with a line for each recovery."""
@@ -61,6 +67,8 @@ class Rejoin:
         self.mirror = mirror
         self.is_new = True
         """False: this process has taken part in an earlier generation."""
+        self.request = StopRequest()
+        """Request to stop: one for all generations, so that a recovery forgets none."""
         self._rank = os.environ["RANK"]
         self._notes = _note_store(_connect())
         self.report("left")  # a process that replaces another has nothing to leave
@@ -68,10 +76,10 @@ class Rejoin:
     @staticmethod
     def from_environment() -> Rejoin | None:
         """Return this rank's side; None: the launcher does not recover in place."""
-        generation, mirror = os.environ.get(GENERATION), os.environ.get(MIRROR)
-        if generation is None or mirror is None:
+        mirror = os.environ.get(MIRROR)
+        if mirror is None:
             return None
-        return Rejoin(int(generation), Path(mirror))
+        return Rejoin(environment_number(GENERATION, 0, high=MAX_INT64), Path(mirror))
 
     def open_store(self) -> Any:
         """Return the store for the rendezvous of this generation; None: that of the environment.
@@ -83,9 +91,8 @@ class Rejoin:
         return dist.PrefixStore(f"generation-{self.generation}", _connect())  # type: ignore[attr-defined]
 
     def report(self, phase: str) -> None:
-        """Report that this rank has completed a phase of the recovery."""
-        if self.generation:
-            self._notes.set(f"{phase}/{self.generation}/{self._rank}", repr(time.monotonic()))
+        """Report that this rank has completed a phase of its start or of a recovery."""
+        self._notes.set(f"{phase}/{self.generation}/{self._rank}", repr(time.monotonic()))
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -155,7 +162,7 @@ class RankReplacer:
         num_ranks: int,
         limit: int,
         directory: Path,
-        first: int = 0,
+        place: MirrorPlace,
     ) -> None:
         """Recover at most ``limit`` times.
 
@@ -163,24 +170,19 @@ class RankReplacer:
             store: rendezvous store of the launcher.
             start: function of a rank and a generation that forks its process.
             directory: directory of the run.
-            first: number of the first launch of the ranks.
+            place: the mirror, and the numbers of earlier launches.
         """
-        self.generation = first
+        self._place = place
         self._notes = _note_store(store)
-        self._notes.add("generation", first)
+        self._notes.add("generation", place.generation)
         self._start = start
         self._num_ranks = num_ranks
-        self._first, self._limit = first, limit
+        self._limit = limit
         self._directory = directory
         self._begun_s: float | None = None
         self._what = ""
-        self._futile = 0
-        """Number of recoveries in a row that were not completed."""
-
-    @property
-    def _number(self) -> int:
-        """Number of recoveries so far."""
-        return self.generation - self._first
+        self._killed: set[int] = set()
+        """Ranks that were killed because they did not leave their step."""
 
     @property
     def is_pending(self) -> bool:
@@ -189,32 +191,39 @@ class RankReplacer:
 
     def is_possible(self, exit_codes: Iterable[int]) -> bool:
         """Return True if processes that ended with these codes are to be replaced."""
+        place = self._place
         is_transient = all(code < 0 or code in REPLACED_EXIT_CODES for code in exit_codes)
-        is_futile = self._futile >= MAX_FUTILE_RESTARTS
-        return is_transient and not is_futile and self._number < self._limit
+        is_futile = place.futile >= MAX_FUTILE_RESTARTS
+        return is_transient and not is_futile and place.recoveries < self._limit
 
     def replace(self, ranks: list[Any], failed: Sequence[int], failure: RankFailed) -> list[int]:
         """Fork new processes for the failed ranks, in ``ranks``; announce the next generation.
         Return the ranks that have new processes.
 
-        During a recovery all ranks are replaced. ``failure``: for the log of failures.
+        All ranks are replaced if some have not met since the start or the last recovery: they wait
+        in a rendezvous that nothing can end. ``failure``: for the log of failures.
         """
-        log_failure(failure, self._directory)
-        what = str(failure).splitlines()[0]
-        if len(failed) > 1:
-            what += f", and {len(failed) - 1} more rank{'s' * (len(failed) > 2)} with it"
-        if self.is_pending:
-            for process in ranks:
-                process.kill()
-            for process in ranks:
-                process.join()
-        replaced = list(range(len(ranks))) if self.is_pending else list(failed)
-        self.generation += 1
-        self._futile += 1
-        self._begun_s, self._what = time.monotonic(), what
-        tell(f"meshwright: {what}; replaced in place, recovery {self._number} of {self._limit}")
+        place, is_own_kill = self._place, set(failed) <= self._killed
+        if is_own_kill:
+            self._what = f"rank {failed[0]} did not leave its step within {LEAVE_S:g} s"
+        else:
+            self._what = _describe(failed, failure)
+            log_failure(failure, self._directory)
+            place.count_failure(place.newest_step())
+        has_met = len(self._times("groups")) == self._num_ranks
+        replaced = list(failed) if has_met and not self.is_pending else list(range(len(ranks)))
         for rank in replaced:
-            ranks[rank] = self._start(rank, self.generation)
+            ranks[rank].kill()
+            ranks[rank].join()
+        self._killed.clear()
+        place.generation += 1
+        self._begun_s = time.monotonic()
+        tell(
+            f"meshwright: {self._what}; {_how(len(replaced), len(ranks))}, recovery"
+            f" {place.recoveries} of {self._limit}"
+        )
+        for rank in replaced:
+            ranks[rank] = self._start(rank, place.generation)
         self._notes.add("generation", 1)
         return replaced
 
@@ -230,6 +239,7 @@ class RankReplacer:
             came = self._times("left")
             for rank, process in enumerate(ranks):
                 if rank not in came and process.is_alive():
+                    self._killed.add(rank)
                     process.kill()
 
     def _complete(self) -> None:
@@ -238,12 +248,12 @@ class RankReplacer:
         seconds = {
             phase: round(max(self._times(phase).values()) - self._begun_s, 3) for phase in PHASES
         }
-        self._begun_s, self._futile = None, 0
+        self._begun_s = None
         times = ", ".join(f"{phase} {value:.2f} s" for phase, value in seconds.items())
         tell(f"meshwright: recovered: {times} after the failure was seen")
         line = {
             "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-            "generation": self.generation,
+            "generation": self._place.generation,
             "what": self._what,
             **{f"{phase}_s": value for phase, value in seconds.items()},
         }
@@ -252,7 +262,7 @@ class RankReplacer:
 
     def _times(self, phase: str) -> dict[int, float]:
         """Return the time at which each rank has completed a phase of this generation."""
-        keys = {rank: f"{phase}/{self.generation}/{rank}" for rank in range(self._num_ranks)}
+        keys = {rank: f"{phase}/{self._place.generation}/{rank}" for rank in range(self._num_ranks)}
         return {
             rank: float(self._notes.get(key))
             for rank, key in keys.items()
@@ -260,10 +270,21 @@ class RankReplacer:
         }
 
 
+def _describe(failed: Sequence[int], failure: RankFailed) -> str:
+    """Return the first line of a failure, and how many more ranks have failed with it."""
+    first, more = str(failure).splitlines()[0], len(failed) - 1
+    return first + (f", and {more} more rank{'s' * (more > 1)} with it" if more else "")
+
+
+def _how(num_replaced: int, num_ranks: int) -> str:
+    """Return what becomes of the processes."""
+    return "all ranks start anew" if num_replaced == num_ranks else "replaced in place"
+
+
 def _connect() -> Any:
     """Return a connection of its own to the launcher's store."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    port = environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT)
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _note_store(store: Any) -> Any:

@@ -78,9 +78,16 @@ def find_last_step(seen: Sequence[frozenset[int]]) -> int:
 
 
 def run_with_restarts(
-    start: Callable[[], None], most: int, directory: Path, log: Callable[[str], object]
+    start: Callable[[], None],
+    most: int,
+    directory: Path,
+    log: Callable[[str], object],
+    mirrored: Callable[[], int] = lambda: 0,
 ) -> None:
     """Call ``start()``, and again after each transient failure, with at most ``most`` restarts.
+
+    ``mirrored``: function that returns the newest step in memory, 0 without any: a restart resumes
+        from it too.
 
     Raises:
         RankFailed: a failure that would recur; with exit code 93 if the run was given up.
@@ -88,7 +95,7 @@ def run_with_restarts(
     if most == 0:
         start()
         return
-    seen = [find_steps(directory)]
+    seen = [find_steps(directory) | {mirrored()}]
     while True:
         try:
             start()
@@ -97,7 +104,7 @@ def run_with_restarts(
             if not is_transient(failure):
                 raise
             log_failure(failure, directory)
-            seen.append(find_steps(directory))
+            seen.append(find_steps(directory) | {mirrored()})
             reason = find_stop_reason(seen, most)
             if reason is not None:
                 count = len(seen) - 1

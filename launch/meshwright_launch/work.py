@@ -113,8 +113,7 @@ def work(
             ``train.callbacks``.
     """
     config = resolve(config, environment_rank()[1])
-    # observers that a script has made belong to one start
-    rejoin = None if observers else Rejoin.from_environment()
+    rejoin = Rejoin.from_environment()
     while True:
         try:
             _work_once(config, give_up, observers, rejoin)
@@ -190,7 +189,7 @@ def _train_in(
     for name, source in parts.validations.items():
         if warning := warn_of_small_validation(source, config.batch.global_batch, name):
             log(warning)
-    request = StopRequest()
+    request = StopRequest() if rejoin is None else rejoin.request
     stream = (
         [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
     )

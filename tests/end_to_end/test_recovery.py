@@ -73,9 +73,12 @@ def starts_of(config: RunConfig, rank: int) -> int:
 def test_a_killed_rank_is_replaced_and_the_others_stay(
     corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
 ) -> None:
-    """Rank 1 is killed in step 4. There is no checkpoint before the end."""
-    model = trapped(rank=1, at_call=7, killed=True, once=str(tmp_path / "fired"))
-    config = mirrored(corpus, tmp_path / "runs", "dp3", model=model, batch={"global_batch": 6})
+    """Rank 1 is killed in step 4. There is no checkpoint before the end. tp does not divide the
+    vocabulary.
+    """
+    trap = {"rank": 1, "at_call": 14, "killed": True, "once": str(tmp_path / "fired")}
+    model = trapped(**trap, vocab_size=301)
+    config = mirrored(corpus, tmp_path / "runs", "dp2,tp2", model=model)
     done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 0, done.stderr
     replaced, recovered = done.stderr.splitlines()
@@ -88,9 +91,7 @@ def test_a_killed_rank_is_replaced_and_the_others_stay(
     times = [record[phase] for phase in PHASES]
     assert times == sorted(times)
 
-    same = mirrored(
-        corpus, tmp_path / "same", "dp3", 0, model=model, batch={"global_batch": 6}
-    )  # the trap has fired
+    same = mirrored(corpus, tmp_path / "same", "dp2,tp2", 0, model=model)  # the trap has fired
     train(pool, same)
     assert len(lines(config)) == 5 and exact_losses(config) == exact_losses(same)
     assert not (run_directory(config.run) / "metrics-again.jsonl").exists(), "a step was repeated"
@@ -105,10 +106,41 @@ def test_what_always_fails_is_given_up(corpus: Path, tmp_path: Path, shell: Shel
     done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
     assert done.returncode == 93, done.stderr
     log = (run_directory(config.run) / "logs/failures.log").read_text()
-    assert log.count("Traceback") == 4, "of the recoveries too"
+    assert log.count("Traceback") == 7, "of three recoveries and four launches"
     assert "recovery 3 of 9" in done.stderr and "recovery 4 of 9" not in done.stderr
     assert "given up after 4 failures: 3 restarts in a row" in done.stderr
     assert "ArithmeticError: the layer of a user has failed" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("moment", ["AfterTraining", "BeforeTheMirror", "AtExit"])
+def test_a_death_between_steps(
+    moment: str, asynchronous: bool, corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
+) -> None:
+    """A step that is saved and not mirrored is not taken again: its checkpoint is the newer one."""
+    shell.environment["KILLED_ONCE"] = str(tmp_path / "fired")
+    keys: dict[str, Any] = {"checkpoint": {"every": 3, "asynchronous": asynchronous}}
+    callbacks = {"train": {"callbacks": (f"tests.end_to_end.killing:{moment}",)}}
+    config = mirrored(corpus, tmp_path / "runs", "dp2", **keys, **callbacks)
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "fired").exists() and "rank 1 was ended by SIGKILL" in done.stderr
+    same = mirrored(corpus, tmp_path / "same", "dp2", 0, **keys)
+    train(pool, same)
+    assert exact_losses(config) == exact_losses(same)
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(same.run)))
+
+
+@pytest.mark.long
+def test_an_error_at_the_end_is_shown(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """All steps are taken and saved: the next start finds the run complete."""
+    callbacks = {"callbacks": ("tests.end_to_end.killing:FailsAtTheEnd",)}
+    config = mirrored(corpus, tmp_path, "dp2", 99, train=callbacks)
+    done = shell.run("-m", "meshwright_launch", "train", written(config, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("ArithmeticError: the secret cause") >= 1
+    assert done.stderr.count("recovery ") == 1, done.stderr
 
 
 @pytest.mark.long

@@ -193,6 +193,15 @@ class AsyncWriter:
         """
         self._share.abandoned.set()
 
+    def stop(self, limit_s: float) -> None:
+        """Give up the save in progress, and block until its thread has ended, at most ``limit_s``.
+
+        A save that is being published is then published, and a later look at the directory sees it.
+        """
+        self.abandon()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
     def take_published(self) -> tuple[Path, float] | None:
         """Return the checkpoint published since the last call and its duration in seconds, or None.
         First rank only.

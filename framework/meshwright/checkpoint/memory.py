@@ -2,21 +2,22 @@
 
     /dev/shm/.../
       even/ odd/     steps in turns: the last one is complete while the next one is written
-        pp0-dp0-tp0.safetensors   boxes of one rank; mapped once, overwritten in place
+        pp0-dp0-tp0.safetensors   boxes of one rank; mapped by its first write, then overwritten in place
         pp0-dp0-tp0.shard.json    report of its tensors, written with the file
         pp0-dp0-tp0.step.json     step and counters; removed before the boxes change, written after
 
 The boxes are those of a checkpoint on disk (``run/pieces.py``), and so is their reader: any layout can
-read them. Nothing is hashed or synced: the mirror outlives its processes, not its machine.
+read them. Nothing is hashed or synced: the mirror outlives the ranks, not their launcher.
 
 NOTE [one step on all ranks]: a rank writes step k + 1 after all ranks have taken it, and takes step
-k + 2 only together with ranks that have written k + 1. So at any moment the marks of all ranks are
-equal for one step at least. Marks of different launches of ranks are never combined: on devices
+k + 2 only together with ranks that have written k + 1. So from the first step on, the marks of all
+ranks are equal for one step at least. Marks of different launches of ranks are never combined: on devices
 whose sums vary, the same step taken twice has different bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -112,6 +113,12 @@ class MirrorWriter:
         done = StepMark(generation=self._generation, **head._asdict())
         write_atomic(mark, done.model_dump_json(), is_durable=False)
 
+    def clear(self) -> None:
+        """Remove this rank's files, and free its maps."""
+        self._slots.clear()
+        for path in self._directory.glob(f"*/{self._shard_name}.*"):
+            path.unlink(missing_ok=True)
+
     def _lay_out(self, folder: Path, pieces: Sequence[TensorPiece]) -> list[Tensor]:
         """Make and map the file for these pieces, and its report. Return the memory of each box."""
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -119,7 +126,8 @@ class MirrorWriter:
         described = [describe(piece, path.name) for piece in pieces]
         boxes = {key: view for _, _, views in described for key, view in views.items()}
         header, ordered = lay_out(boxes)
-        size = len(header) + sum(piece.num_bytes for piece in pieces)
+        # of boxes, which have no padding
+        size = len(header) + sum(box.numel() * box.element_size() for box in ordered.values())
         path.unlink(missing_ok=True)  # of a process that has died
         with path.open("xb") as file:
             file.write(header)
@@ -142,6 +150,16 @@ class MirrorWriter:
         return [targets[key] for key in boxes]
 
 
+def newest_step(directory: Path) -> int:
+    """Return the newest step that any rank has mirrored; 0: none. It need not be complete."""
+    steps = [0]
+    for mark in directory.glob(f"*/*{MARK_SUFFIX}"):
+        with contextlib.suppress(OSError, ValidationError):
+            found = StepMark.model_validate_json(read_bytes(mark, MAX_MANIFEST_BYTES))
+            steps.append(found.step)
+    return max(steps)
+
+
 def open_mirror(directory: Path, shard_names: Sequence[str]) -> CheckpointReader | None:
     """Open the newest step that all ranks have mirrored; None: there is none.
 
@@ -154,7 +172,8 @@ def open_mirror(directory: Path, shard_names: Sequence[str]) -> CheckpointReader
     complete = {slot: marks for slot, marks in found.items() if marks}
     if not complete:
         return None
-    slot = max(complete, key=lambda each: complete[each][0].step)
+    # a later launch may have gone back to a checkpoint of an earlier step
+    slot = max(complete, key=lambda each: (complete[each][0].generation, complete[each][0].step))
     folder, marks = directory / slot, complete[slot]
     reports = [
         ShardReport.model_validate_json(
@@ -171,7 +190,9 @@ def open_mirror(directory: Path, shard_names: Sequence[str]) -> CheckpointReader
             + "\nthe mirror in memory is left out; resume from the last checkpoint",
         )
     digest = hashlib.sha256("".join(mark.model_dump_json() for mark in marks).encode())
-    return CheckpointReader(folder, manifest, digest.hexdigest())
+    reader = CheckpointReader(folder, manifest, digest.hexdigest())
+    reader.open_files()
+    return reader
 
 
 def _marks_of(folder: Path, shard_names: Sequence[str]) -> list[StepMark]:

@@ -202,6 +202,21 @@ class CheckpointReader:
         """Close the shards."""
         self._open.clear()
 
+    def open_files(self) -> None:
+        """Open every file.
+
+        Raises:
+            CheckpointError: one is damaged, or missing.
+        """
+        for name in self.manifest.files:
+            try:
+                self._file(name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    "MW-CHECKPOINT-031",
+                    f"{self.path / name} cannot be opened: {error}; take another checkpoint",
+                ) from error
+
     def verify(self, share: slice = slice(None)) -> None:
         """Verify the sha256 of every file.
 

@@ -117,6 +117,13 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     # as a resume will
     parse(render(manifest.model_copy(update={"tensors": {}, "files": {}})), str(final / MANIFEST))
     text = render(manifest)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            "MW-CHECKPOINT-032",
+            f"{final.name}: its manifest would have {len(text):,} bytes, more than the"
+            f" {MAX_MANIFEST_BYTES:,} that are read: the ranks write too many boxes. Lower"
+            " parallel.shard_factor",
+        )
     for report in reports:
         report.unlink()
     write_synced(temporary / MANIFEST, [text])

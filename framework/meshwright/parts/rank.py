@@ -231,6 +231,8 @@ class Parts(ForwardParts):
     """
     restarts: int = 0
     """Number of earlier launches of this run."""
+    is_from_memory: bool = False
+    """True if this start resumed from a mirror in memory, which may be newer than all checkpoints."""
     stop_reason: str | None = None
     """Reason for which a callback on this rank has asked to end the run;
     see :meth:`request_stop`.

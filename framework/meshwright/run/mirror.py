@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.checkpoint import shard_name
-from meshwright.checkpoint.memory import MirrorWriter
+from meshwright.checkpoint.memory import SLOTS, MirrorWriter
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.pieces import saved_pieces
@@ -24,7 +24,8 @@ class Mirror(Observer):
         self._writer = MirrorWriter(directory, shard_name(mesh.grid, mesh.rank), generation)
         self._base = fingerprint(parts)  # of frozen weights: no step changes it
         self._saves_frozen = saves_frozen(parts)
-        self._has_warned = False
+        self._is_off = False
+        self._num_first = len(SLOTS)
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Copy this rank's pieces of the step. Blocks; collective with ``optimizer.builder``."""
@@ -38,13 +39,24 @@ class Mirror(Observer):
             parts.stop_reason,
             agree_on_states(parts, checks=False),
         )
-        try:
-            self._writer.write(head, saved_pieces(parts, self._saves_frozen))
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
+        problem = ""
+        if not self._is_off:
+            try:
+                self._writer.write(head, saved_pieces(parts, self._saves_frozen))
+            except OSError as error:
+                problem = f"{error.strerror} on rank {parts.mesh.rank}"
+        if self._num_first:  # files are laid out in the first write to each slot
+            self._num_first -= 1
+            self._agree(parts, problem)
+
+    def _agree(self, parts: Parts, problem: str) -> None:
+        """Switch the mirror off on all ranks if one cannot write. Collective; blocks."""
+        problems = [each for each in parts.mesh.world.gather_objects(problem) if each]
+        if problems and not self._is_off:
+            self._is_off = True
+            self._writer.clear()
+            if parts.mesh.rank == 0:
                 print_warning(
-                    f"step {parts.state.step} is not mirrored in memory on rank {parts.mesh.rank}:"
-                    f" {error.strerror}. The run continues; a rank that dies costs the steps since"
-                    " the last mirror or checkpoint"
+                    f"steps are not mirrored in memory any more: {problems[0]}. The run continues; a"
+                    " rank that dies costs the steps since the last checkpoint"
                 )

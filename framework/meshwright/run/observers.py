@@ -37,6 +37,9 @@ from meshwright.run.saving import Saver
 from meshwright.system.atomic import write_atomic
 from meshwright.system.process import StopRequest
 
+STOP_S = 5.0
+"""Seconds for the thread of a save that is given up to end."""
+
 
 class RunFilesCheck(Observer):
     """Observer that restores the run's files on every rank after the step
@@ -192,7 +195,7 @@ class Checkpoints(Observer):
             ):
                 self.saver.finish()
         else:
-            self.saver.writer.abandon()
+            self.saver.writer.stop(STOP_S)
 
     def _stop(self, parts: Parts) -> None:
         """End the run: because a callback asked for it before this step, or by a signal.

@@ -115,15 +115,37 @@ def resume(
             newest belongs to another model, corpus or seed.
     """
     mesh = parts.mesh
-    found = None if mirror is None else _newest_mirror(mirror, mesh, log)
-    if found is None:
+    mirrored = None if mirror is None else _newest_mirror(mirror, mesh, log)
+    if mirrored is None:
         path = newest_sound(directory, mesh)
-        if path is None:
-            return False
-        found = checkpoints.open_checkpoint(path)
+    else:
+        path = _checkpoint_from(mirrored.manifest.step, directory, mesh)
+    found = mirrored if path is None else checkpoints.open_checkpoint(path)
+    if found is None:
+        return False
     with found as checkpoint:
         _restore_from(checkpoint, parts, log, callbacks)
+    parts.is_from_memory = found is mirrored
     return True
+
+
+def _checkpoint_from(step: int, directory: Path, mesh: Mesh) -> Path | None:
+    """Return the newest sound checkpoint of this step or a later one; None: there is none.
+    Collective over all ranks; blocks.
+
+    A rank may have died after its step was saved, and before it was mirrored. The step could not be
+    saved again: a checkpoint is never overwritten.
+    """
+    own = [each.path for each in checkpoints.find(directory) if each.step >= step]
+    paths: list[Path] = mesh.world.gather_objects(own)[0]
+    if not paths:
+        return None
+    try:
+        return newest_sound(directory, mesh, only=paths)
+    except UnreadableError:
+        raise
+    except CheckpointError:  # a save moves a damaged one aside
+        return None
 
 
 def _newest_mirror(

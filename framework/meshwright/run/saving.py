@@ -89,6 +89,7 @@ class Saver:
         self._save_s: float | None = None
         self._begun_s = time.monotonic()
         """Time of the last save's beginning; at first that of this start."""
+        self._is_overdue = parts.is_from_memory
         if parts.mesh.rank == 0:
             parts.flags[SAVE_DUE] = self.is_due
 
@@ -107,7 +108,7 @@ class Saver:
         parts, mesh = self.parts, self.parts.mesh
         self.finish(retention=not is_urgent)
         self.writer.leave()
-        self._begun_s = time.monotonic()
+        self._begun_s, self._is_overdue = time.monotonic(), False
         base, states, step = fingerprint(parts), agree_on_states(parts), parts.state.step
         own = self._begin(step) if mesh.rank == 0 else None
         found: list[tuple[_BeginResult, str | None]] = mesh.world.gather_objects(
@@ -190,8 +191,11 @@ class Saver:
 
     def is_due(self) -> bool:
         """Return True if ``checkpoint.every_minutes`` have passed since the last save began,
-        and it has ended.
+        and it has ended; also in the first step after a resume from memory: what that has is
+        nowhere else, and a save in progress was given up.
         """
+        if self._is_overdue:
+            return True
         every_s = 60 * self.parts.config.checkpoint.every_minutes
         return (
             every_s > 0

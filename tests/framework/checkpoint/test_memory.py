@@ -114,6 +114,35 @@ def test_a_parameter_without_elements_is_there(tmp_path: Path, fake: Fake) -> No
     assert found is not None and found.shape == (0, 4)
 
 
+def test_padding_of_a_bucket_is_not_in_the_file(tmp_path: Path, fake: Fake) -> None:
+    """Flat elements of a slice with padding rows, as of a vocabulary that tp does not divide."""
+    full = torch.randn(10, 6)
+    infos = [fake.info("embedding.weight", 3, rank) for rank in range(3)]
+    names = ["a", "b", "c"]
+    for name, info in zip(names, infos, strict=True):
+        piece = TensorPiece(TensorKind.WEIGHTS, info, info.take(full).flatten(), 0)
+        MirrorWriter(tmp_path, name).write(fake.head(1), [piece])
+    checkpoint = open_mirror(tmp_path, names)
+    assert checkpoint is not None
+    found = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (10, 6)))
+    assert found is not None and torch.equal(found, full)
+
+
+def test_a_damaged_file_is_found_before_a_tensor_is_read(fake: Fake, tmp_path: Path) -> None:
+    write(fake, tmp_path, fake.state(), 1)
+    file = next(tmp_path.glob("*/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="MW-CHECKPOINT-031"):
+        open_mirror(tmp_path, NAMES)
+
+
+def test_a_later_launch_may_be_at_an_earlier_step(fake: Fake, tmp_path: Path) -> None:
+    """It has gone back to a checkpoint."""
+    write(fake, tmp_path, fake.state(seed=8), 8)
+    write(fake, tmp_path, fake.state(seed=5), 5, launch=1)
+    assert_holds(tmp_path, 5, fake.state(seed=5))
+
+
 def test_what_one_rank_alone_knows_is_kept(tmp_path: Path, fake: Fake) -> None:
     """Rank 1 has asked to end the run."""
     pieces = [_kept(fake, fake.state(), rank) for rank in (0, 1)]

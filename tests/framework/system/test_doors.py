@@ -30,6 +30,7 @@ OPENS_BY_ITSELF = {
     ("framework/meshwright/config/aliases.py", ".read_text"): "a table of this package",
     ("tools/meshwright_plan/planner/hardware.py", ".read_text"): "a table of this package",
     ("framework/meshwright/optimizer/offload.py", "torch.from_file"): "a new file of its own",
+    ("framework/meshwright/checkpoint/memory.py", "torch.from_file"): "a new file of its own",
     (
         "framework/meshwright/data/huggingface.py",
         "Dataset.from_file",
