@@ -466,6 +466,7 @@ def test_functions_take_few_parameters() -> None:
     assert not over(sizes, PARAMETERS, MANY_PARAMETERS)
 
 
+@pytest.mark.long
 def test_sizes_are_printed() -> None:
     """``make sizes`` counts every room of the core, and each file once."""
     printed = {line[:34].strip(): line[34:].split() for line in sizes.table(CORE).splitlines()}

@@ -22,6 +22,7 @@ from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import changed, exact_losses, train
 from tests.examples.test_streams import config_of
 from tests.support.layouts import samples
+from tests.support.marks import long_row
 
 datasets = pytest.importorskip(
     "datasets", reason="needs the package datasets (pip install datasets)"
@@ -119,7 +120,7 @@ def test_what_cannot_be_opened(
         draw_blueprint(hf_config(tmp_path, **{"path": saved / "one", **options}))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [long_row(False), True])
 def test_layouts_and_a_resume(pool: RankPool, saved: Path, tmp_path: Path, streaming: bool) -> None:
     config = hf_config(tmp_path, saved / "both", streaming=streaming, labels="labels")
     layouts = [parse_layout(text) for text in ("dp2,pp2,tp2", "dp2,zero3")]

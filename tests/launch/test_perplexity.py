@@ -57,7 +57,7 @@ TOKENS = "tests.launch.test_python:tokens"
     ("sections", "has_perplexity"),
     [
         long_row({}, True),
-        (of("squares", "numbers"), False),
+        long_row(of("squares", "numbers"), False),
         (of("own_loss_of_tokens", TOKENS), False),
     ],
     ids=["cross-entropy", "regression", "own loss of tokens"],

@@ -208,6 +208,7 @@ def documented(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_documented_command_and_scheme_work(documented: Path) -> None:
     done = run(documented, "layers", "c.toml", "--most=1")
     assert done.stdout == "embedding Embedding\n", done.stderr

@@ -137,7 +137,6 @@ TWO_DIMS = ("deepseek_v3", "glm4_moe", "dots1", "axk1", "aria_text", "kolibri1")
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [
-        ("ernie4_5_moe", WITH_SHARED[1:2]),
         long_row("deepseek_v3", WITH_SHARED),
         long_row("ernie4_5_moe", WITH_SHARED),
         *[LATER(kind, WITH_SHARED) for kind in ("hy_v3", *TWO_DIMS[1:])],

@@ -15,7 +15,7 @@ from tests.support.marks import long_row
 @pytest.mark.parametrize(
     ("kind", "keys", "attention", "layouts"),
     [
-        ("llama", {"attention_dropout": 0.2}, "sdpa", ("tp2,pp2,zb_h1",)),
+        long_row("llama", {"attention_dropout": 0.2}, "sdpa", ("tp2,pp2,zb_h1",)),
         long_row(
             "llama", {"attention_dropout": 0.2}, "eager", ("tp2,sequence", "dp2,zero3,full,mbs2")
         ),

@@ -57,7 +57,7 @@ def test_logits_and_gradients_are_those_of_the_unmodified_model(kind: str, tmp_p
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("qwen3", "cp2,pp2"),
+        long_row("qwen3", "cp2,pp2"),
         long_row("llama", "cp2,tp2,sequence"),
         long_row("llama", "dp2,pp2,tp2"),
         long_row("deepseek_v3", "dp2,pp2,tp2"),
@@ -100,7 +100,7 @@ def test_longrope_is_chosen_by_the_length_of_the_samples(length: int, tmp_path: 
         assert float((layers.eval()(ids) - whole(input_ids=ids).logits).abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("layout", ["cp2,pp2", long_row("dp2,tp2,sequence")])
+@pytest.mark.parametrize("layout", [*map(long_row, ("cp2,pp2", "dp2,tp2,sequence"))])
 def test_longrope_in_a_layout(layout: str, tmp_path: Path, pool: RankPool) -> None:
     """Verify samples of 12 tokens, above the original length; a rank's part of them is not."""
     path, wanted = long_phi3(tmp_path), [parse_layout(layout)]

@@ -33,6 +33,7 @@ from tests.framework.data.prepare.test_preparation import in_a_fork
 from tests.framework.data.prepare.test_records import counted
 from tests.framework.data.prepare.test_tokenizers import merging
 from tests.support.errors import raises
+from tests.support.marks import long_row
 
 SIMPLE = (
     "{% for m in messages %}{{ m.role + ':' + m.content }}"
@@ -422,7 +423,7 @@ def test_a_token_that_joins_prompt_and_answer_does_not_count(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, long_row(2)])
 def test_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
     """What a kill leaves is resumed: tokens and masks are those of one go."""
     draw = random.Random(seed)
