@@ -39,7 +39,8 @@ from meshwright_launch.leftovers import MEMORY
 from meshwright_launch.pool import RankPool
 
 RANKS = 8
-MODELS = {"1.3 M": (128, 4, 4096), "27 M": (512, 8, 4096), "110 M": (1024, 8, 8192)}
+TIMEOUT_S = 1800.0
+MODELS = {"1.3 M": (128, 4, 4096), "27 M": (512, 8, 4096)}
 """Hidden size, number of layers and vocabulary, by number of parameters."""
 
 
@@ -74,8 +75,7 @@ def measure(
         parts.mesh.world.barrier()  # the slowest rank's
         step_s.append(taken_s - start_s)
         mirror_s.append(time.perf_counter() - taken_s)
-    parameters = sum(p.numel() for p in parts.blueprint.model.layers.parameters())
-    return Times(step_s[2:], mirror_s[2:], parameters)
+    return Times(step_s[2:], mirror_s[2:], parts.blueprint.num_parameters)
 
 
 def main() -> int:
@@ -102,7 +102,9 @@ def main() -> int:
                 "tied": True,
             }
             with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-                ranks = pool.run(measure, RANKS, options, Path(folder), arguments.steps)
+                ranks = pool.run(
+                    measure, RANKS, options, Path(folder), arguments.steps, timeout_s=TIMEOUT_S
+                )
                 files = list(Path(folder).glob("*/*.safetensors"))
                 written = sum(path.stat().st_size for path in files)
                 headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
