@@ -112,20 +112,25 @@ def test_a_save_in_progress_is_not_waited_for(corpus: Path, tmp_path: Path, pool
     the next save comes when the one before has ended.
     """
     config = of_clock(corpus, tmp_path, "", asynchronous=True)
-    assert pool.run(due_while_writing, 1, config) == [[False, False, True]]
+    assert pool.run(due_while_writing, 1, config) == [[False, False, True, True]]
 
 
 def due_while_writing(rank: int, world_size: int, config: RunConfig) -> list[bool]:
-    """Return whether a save is due: at once, an hour later while a save is written, and after it."""
+    """Return whether a save is due: at once, an hour later while a save is written, after it, and at
+    once after a resume from memory.
+    """
     clock, writer = Clock(60.0), SimpleNamespace(is_share_done=lambda: False)
     saver: Any = object.__new__(meshwright.run.saving.Saver)
     saver.parts, saver.writer, saver._begun_s = SimpleNamespace(config=config), writer, 0.0
+    saver._is_overdue = False
     real, meshwright.run.saving.time = meshwright.run.saving.time, clock  # type: ignore[assignment]
     try:
         found = [saver.is_due()]
         clock.pass_step()
         found.append(saver.is_due())
         writer.is_share_done = lambda: True
+        found.append(saver.is_due())
+        clock.now_s, saver._is_overdue = 0.0, True  # resumed from memory
         return [*found, saver.is_due()]
     finally:
         meshwright.run.saving.time = real
