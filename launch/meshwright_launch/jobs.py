@@ -43,6 +43,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.run.directory import check_not_moved, run_directory
     from meshwright_launch import devices, forking, local, restarts
     from meshwright_launch.environment import Launcher
+    from meshwright_launch.mirror_place import mirror_place
 
     routing = [] if options.routing is None else [f"--train.routing={options.routing}"]
     config, launcher = _load_config(options, [*overrides, *routing])
@@ -59,7 +60,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # a closed stdout does not stop the training
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
-    mirror = local.mirror_place(checked)
+    mirror = mirror_place(checked)
     return _exit_code_of(
         lambda: restarts.run_with_restarts(
             lambda: local.launch(work, checked, mirror),

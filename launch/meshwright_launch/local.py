@@ -36,7 +36,8 @@ from meshwright.system.process import SIGNALS, end_process, ignored_signals
 from meshwright_launch.environment import check_port
 from meshwright_launch.failure import RankFailed, build_error, describe, read_failures
 from meshwright_launch.forking import warm_up
-from meshwright_launch.leftovers import MEMORY, memory_directory, own_directory
+from meshwright_launch.leftovers import own_directory
+from meshwright_launch.mirror_place import MirrorPlace
 from meshwright_launch.rank import LocalRank, Work, run_rank, set_threads
 
 if TYPE_CHECKING:  # it imports torch, and the launcher starts the fork server first
@@ -79,61 +80,6 @@ def has_children(launch: Launch) -> bool:
     a single rank does only if it may have to be restarted.
     """
     return launch.processes != 1 or launch.max_restarts > 0
-
-
-class MirrorPlace:
-    """Directory in memory for the mirror of a run (``watch.mirror``), kept over its restarts."""
-
-    def __init__(self) -> None:
-        self.generation = 0
-        """Number of the newest launch of ranks; no two write the same step under one number."""
-        self.recoveries = 0
-        """Failures that were repaired in place so far."""
-        self.futile = 0
-        """Those in a row since the run has taken a step."""
-        self._failed_step = -1
-        self._path: Path | None = None
-
-    def count_failure(self, step: int) -> None:
-        """Count a failure that is repaired; ``step``: the newest that was mirrored."""
-        self.recoveries += 1
-        self.futile = 1 if step > self._failed_step else self.futile + 1
-        self._failed_step = step
-
-    def open(self) -> Path:
-        """Return the directory; make it at the first call. It is removed when this process exits.
-
-        Raises:
-            ConfigError: there is no file system in memory.
-        """
-        if self._path is None:
-            try:
-                self._path = memory_directory() / "mirror"
-                self._path.mkdir(mode=0o700)
-            except OSError as error:
-                raise ConfigError(
-                    "MW-LAUNCH-115",
-                    f"watch.mirror = true needs a file system in memory, and {MEMORY} cannot be"
-                    f" written: {error.strerror}. Mount one (a container's --shm-size), or leave"
-                    " watch.mirror out",
-                ) from None
-        return self._path
-
-    def newest_step(self) -> int:
-        """Return the newest step in memory; 0: none."""
-        from meshwright.checkpoint.memory import newest_step
-
-        return newest_step(self.open())
-
-    def clear(self) -> None:
-        """Forget all steps: a restart must not resume from them."""
-        for slot in self.open().iterdir():
-            shutil.rmtree(slot, ignore_errors=True)
-
-
-def mirror_place(config: RunConfig) -> MirrorPlace | None:
-    """Return the place of a run's mirror, to be passed to all its launches; None: it has none."""
-    return MirrorPlace() if config.watch.mirror else None
 
 
 def launch(work: Work, config: RunConfig, mirror: MirrorPlace | None = None) -> None:

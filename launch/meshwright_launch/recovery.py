@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -37,11 +37,9 @@ from meshwright.system.numbers import MAX_INT64, MAX_PORT, environment_number
 from meshwright.system.process import StopRequest
 from meshwright.terminal.output import tell
 from meshwright_launch.failure import RankFailed, has_lost_peer
+from meshwright_launch.mirror_place import MirrorPlace
 from meshwright_launch.rank import GENERATION, MIRROR
 from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
-
-if TYPE_CHECKING:
-    from meshwright_launch.local import MirrorPlace
 
 RECOVERIES = "recoveries.jsonl"
 """File of a run's directory with a line for each recovery."""

@@ -20,7 +20,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.run.directory import run_directory
-from meshwright_launch import leftovers, local
+from meshwright_launch import leftovers, mirror_place
 from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
     GPT2,
@@ -233,8 +233,8 @@ def _children(pid: int) -> list[int]:
 
 def test_without_a_file_system_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message, before a rank starts."""
-    for module in (leftovers, local):
+    for module in (leftovers, mirror_place):
         monkeypatch.setattr(module, "MEMORY", tmp_path / "none")
     with pytest.raises(ConfigError, match="MW-LAUNCH-115") as error:
-        local.MirrorPlace().open()
+        mirror_place.MirrorPlace().open()
     assert str(tmp_path / "none") in str(error.value)
