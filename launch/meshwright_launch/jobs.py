@@ -93,10 +93,12 @@ def _prepare_training(config: RunConfig, world_size: int) -> tuple[Work, RunConf
 
     checked, _ = check(config, world_size)
     if checked.launch.max_restarts and os.environ["RANK"] == "0":
-        keys = "launch.max_restarts" + (" and watch.mirror" if checked.watch.mirror else "")
+        keys = "launch.max_restarts has"
+        if checked.watch.mirror:
+            keys = "launch.max_restarts and watch.mirror have"
         tell(
-            f"{keys} ha{'ve' if checked.watch.mirror else 's'} no effect here: the launcher restarts"
-            " the ranks (torchrun --max-restarts, sbatch --requeue)"
+            f"{keys} no effect here: the launcher restarts the ranks (torchrun --max-restarts, sbatch"
+            " --requeue)"
         )
     return work, checked
 

@@ -39,8 +39,8 @@ class MirrorPlace:
         """
         if self._path is None:
             try:
-                self._path = memory_directory() / "mirror"
-                self._path.mkdir(mode=0o700)
+                path = memory_directory() / "mirror"
+                path.mkdir(mode=0o700)
             except OSError as error:
                 raise ConfigError(
                     "MW-LAUNCH-115",
@@ -48,6 +48,7 @@ class MirrorPlace:
                     f" written: {error.strerror}. Mount one (a container's --shm-size), or leave"
                     " watch.mirror out",
                 ) from None
+            self._path = path
         return self._path
 
     def newest_step(self) -> int:

@@ -58,7 +58,7 @@ class LocalRank(NamedTuple):
     host: str
     port: int
     generation: int = 0
-    """Number of this launch of the ranks: above 0 a process that replaces another."""
+    """Number of this launch of the ranks; see ``recovery.py``."""
     mirror: str | None = None
     """Directory of the mirror in memory; None: the launcher does not recover in place."""
 

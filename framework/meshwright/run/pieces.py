@@ -8,8 +8,8 @@ is gathered:
     written by                    | rank 0  | rank 2  |    | rank 1  | rank 3  |
 
 Which elements a rank writes follows from the blueprint alone (``Holders.saved_range``). The
-exceptions are whole tensors of one rank: running buffers, and states with less than one number per
-element.
+exceptions are whole tensors of one rank: running buffers, states with less than one number per
+element, and parameters without elements.
 """
 
 from __future__ import annotations

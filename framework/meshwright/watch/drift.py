@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.sharding import ShardedParameters
+from meshwright.data_parallel.sharding import ShardedParameters, slot_parts
 from meshwright.errors import DriftError
 from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
@@ -121,11 +121,10 @@ def _of_bucket(what: str, bucket: ShardedParameters, tensor: Tensor) -> Replicat
     """
     holders, is_whole = bucket.holders, tensor.numel() == bucket.numel
     begin, end = (0, bucket.numel) if is_whole else bucket.shard_range
-    pieces = []
-    for slot in bucket.slots:
-        start, stop = max(slot.start, begin), min(slot.stop, end)
-        if start < stop:
-            pieces.append((slot.member.info.name, tensor[start - begin : stop - begin]))
+    pieces = [
+        (part.slot.member.info.name, tensor[part.start - begin : part.stop - begin])
+        for part in slot_parts(bucket.slots, begin, end)
+    ]
     copies = holders.whole_copies if is_whole else holders.copies
     shard = 0 if is_whole else holders.shard_group.rank
     return ReplicatedTensor(what, tensor, tuple(pieces), copies, holders, shard)
