@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test trainer-test lint check bench long torture verify-all slurm-test versions sizes clean
+.PHONY: demo test trainer-test lint check site bench long torture verify-all slurm-test versions sizes clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,10 @@ lint: $(VENV)/installed
 check: lint
 	$(BIN)/python -m pytest $(SPLIT) -m "not slow" -x
 
+# docs/ as a site in site/, to be opened from the disk or served by any web server; warnings are errors
+site: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/side_by_side.py
 	$(BIN)/python benchmarks/executor_overhead.py
@@ -75,4 +79,4 @@ sizes: $(VENV)/installed
 	$(BIN)/python -m tests.support.sizes
 
 clean:
-	rm -rf $(VENV) .trainer runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .trainer runs build site dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

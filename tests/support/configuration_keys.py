@@ -55,6 +55,8 @@ def document() -> str:
     lines = [
         "# Configuration keys",
         "",
+        "*For those who look up a key: its values, default and unit.*",
+        "",
         (
             "A configuration is a TOML file with these sections, as in `configs/demo.toml`. On the"
             " command line a key goes"
