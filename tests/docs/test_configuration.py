@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from meshwright.config.keys import KEYS
 from tests.support import combination_table, optimizer_table
 from tests.support.configuration_keys import DOCUMENT, document, sentences
@@ -30,3 +32,27 @@ def test_the_table_of_refused_combinations_is_that_of_the_code() -> None:
     assert combination_table.DOCUMENT.read_text() == combination_table.page(), (
         "`python -m tests.support.combination_table` writes it anew"
     )
+
+
+def test_keys_that_other_trainers_habits_become_exist() -> None:
+    """The last column of the tables names keys of this project; the others are of other projects."""
+    page = (DOCUMENT.parent / "tasks" / "come-from-elsewhere.md").read_text()
+    habits = page.partition("## Ten habits of each")[2].partition("\n## ")[0]
+    rows = [line.rsplit(" | ", 1) for line in habits.splitlines() if line.startswith("| ")]
+    sections = {section for section, _ in KEYS}
+    named = {
+        (found[1], found[2])
+        for _, here in rows
+        for found in re.finditer(r"`(\w+)\.(\w+)", here)
+        if found[1] in sections
+    }
+    assert len(named) > 30
+    assert named - KEYS.keys() == set()
+
+
+def test_each_trainer_has_ten_habits() -> None:
+    page = (DOCUMENT.parent / "tasks" / "come-from-elsewhere.md").read_text()
+    habits = page.partition("## Ten habits of each")[2].partition("\n## ")[0]
+    tables = habits.split("### From ")[1:]
+    rows = [len(re.findall(r"^\| (?!there|---)", table, re.MULTILINE)) for table in tables]
+    assert rows == [10, 10, 10, 10]
