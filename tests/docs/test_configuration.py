@@ -37,7 +37,7 @@ def test_the_table_of_refused_combinations_is_that_of_the_code() -> None:
 def test_keys_that_other_trainers_habits_become_exist() -> None:
     """The last column of the tables names keys of this project; the others are of other projects."""
     page = (DOCUMENT.parent / "tasks" / "come-from-elsewhere.md").read_text()
-    habits = page.partition("## Ten habits of each")[2].partition("\n## ")[0]
+    habits = page.partition("## What you do there")[2].partition("\n## ")[0]
     rows = [line.rsplit(" | ", 1) for line in habits.splitlines() if line.startswith("| ")]
     sections = {section for section, _ in KEYS}
     named = {
@@ -50,9 +50,9 @@ def test_keys_that_other_trainers_habits_become_exist() -> None:
     assert named - KEYS.keys() == set()
 
 
-def test_each_trainer_has_ten_habits() -> None:
+def test_each_trainer_has_ten_habits_or_more() -> None:
     page = (DOCUMENT.parent / "tasks" / "come-from-elsewhere.md").read_text()
-    habits = page.partition("## Ten habits of each")[2].partition("\n## ")[0]
+    habits = page.partition("## What you do there")[2].partition("\n## ")[0]
     tables = habits.split("### From ")[1:]
     rows = [len(re.findall(r"^\| (?!there|---)", table, re.MULTILINE)) for table in tables]
-    assert rows == [10, 10, 10, 10]
+    assert len(rows) == 4 and min(rows) >= 10
