@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.pipeline.pointwise import PointwiseRecompute, pointwise_recomputed
+from meshwright.tensor_parallel import regions
 from meshwright.verify import parse_layout
 from meshwright_launch.pool import RankPool
 from tests.framework.pipeline.kept import MadeBytes
+from tests.framework.tensor_parallel.ranks_of_tp import tp_group
 from tests.framework.verify.cases import LATER, References, assert_agrees, model_config, size_for
 from tests.support.marks import long_row
 
@@ -171,6 +173,35 @@ def test_a_write_into_what_is_saved_is_found_as_without_recompute() -> None:
         h.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def gathered_rank(rank: int, tp: int) -> list[int]:
+    """Return the bytes that a norm's square keeps: alone, and beside an all-gather of the norm."""
+    group = tp_group(rank, tp)
+    x = torch.randn(2, ROWS, WIDTH).requires_grad_()
+
+    def alone(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,)).square().sum()
+
+    def gathered(x: Tensor) -> Tensor:
+        normed = F.layer_norm(x, (WIDTH,))
+        return regions.gather_sequence(normed, group).sum() + normed.square().sum()
+
+    found = []
+    for function in (alone, gathered):
+        with MadeBytes() as made:
+            out = pointwise_recomputed(function, x)
+            found.append(made.bytes() - out.untyped_storage().nbytes())
+        (own,) = torch.autograd.grad(out, x)
+        (plain,) = torch.autograd.grad(function(x), x)
+        assert torch.equal(own, plain)
+    return found
+
+
+def test_what_an_all_gather_reads_can_be_recomputed(pool: RankPool) -> None:
+    """As the norms of sequence parallelism: only the collective's output is written."""
+    for alone, gathered in pool.run(gathered_rank, 2):
+        assert gathered == alone < 2 * ROWS * WIDTH * 4
 
 
 def test_a_graph_that_is_dropped_is_freed_at_once() -> None:
