@@ -53,6 +53,28 @@ def test_a_lost_node_is_read_from_the_next_one(
     assert_same_run(pool, config, mirrored(corpus, tmp_path / "same", "dp2,tp2", 0, model=model))
 
 
+@pytest.mark.long
+def test_shard_and_copy_are_gone(
+    corpus: Path, tmp_path: Path, pool: RankPool, memory: Path
+) -> None:
+    """Two neighbouring nodes of three are lost: the run goes back to its checkpoint."""
+    environment = {"KILLED_ONCE": str(tmp_path / "fired"), "KILLED_AFTER": "5"}
+    callbacks = {"train": {"steps": 8, "callbacks": ("tests.end_to_end.killing:AfterSteps",)}}
+    keys: dict[str, Any] = {"checkpoint": {"every": 3}}
+    config = mirrored(corpus, tmp_path / "runs", "dp4", 99, **keys, **callbacks)
+    nodes = Nodes(pool, memory, "abbc", environment)
+    nodes.train_until_killed(config)
+    nodes.lose("a")
+    nodes.lose("b")
+    said = nodes.train(config)
+    assert (
+        "the mirror in memory is left out: of step 4, shard pp0-dp0-tp0 is on none of the nodes a, b, c"
+    ) in said
+    assert "step 3, 24 samples" in said
+    same = mirrored(corpus, tmp_path / "same", "dp4", 0, train={"steps": 8}, **keys)
+    assert_same_run(pool, config, same)
+
+
 PHASES = [
     "half of its boxes are copied",
     "its own is complete",
