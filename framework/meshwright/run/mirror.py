@@ -17,8 +17,8 @@ overwrite it, step k is. This holds from the second step of a launch on. In its 
 step that the launch has resumed from takes the place of k - 1: its slot is the other one. Of a node that was
 lost, it is on the nodes that held the copies only.
 
-The join is also before the update, which changes what the thread copies. Buffers that forward changes
-are copied before the thread starts.
+The join is also before the update, which changes what the thread copies, and before a callback's
+``before_step``, which may. Buffers that forward changes are copied before the thread starts.
 """
 
 from __future__ import annotations
