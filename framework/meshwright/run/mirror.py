@@ -40,6 +40,9 @@ from meshwright.run.pieces import frozen_names, saved_pieces, saved_running
 from meshwright.run.tensors import agree_on_states, checkpoint_metadata
 from meshwright.terminal.output import print_warning
 
+LEAVE_S = 15.0
+"""Longest wait for the thread after an error."""
+
 
 class Mirror(Observer):
     """Mirror of one rank: after each step it copies what this rank would write to a checkpoint."""
@@ -118,11 +121,11 @@ class Mirror(Observer):
         self.join()
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """End the thread: it may wait for a rank that is lost."""
-        if self._thread is not None and self.exchange is not None:
-            parts.mesh.host.abort()
+        """Wait for the thread, which holds the parts. What it waits for is on its way, or is lost with
+        a rank that has died or left, whose connections then end. (gloo cannot abort a receive.)
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LEAVE_S)
 
     def _run(
         self,
