@@ -81,11 +81,11 @@ CHEAP = {
 """Operators that are recomputed: limited by memory bandwidth,
 and functions of their arguments alone.
 """
-ALL_GATHERS = {
-    torch.ops.c10d._allgather_base_,
-    torch.ops.c10d.allgather_,
-    torch.ops.c10d.allgather_into_tensor_coalesced_,
-}
+ALL_GATHERS = (
+    "c10d::_allgather_base_",
+    "c10d::allgather_",
+    "c10d::allgather_into_tensor_coalesced_",
+)
 """Collectives that write into their first argument, the output, alone."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """(pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks``."""
@@ -345,7 +345,7 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     schema = func._schema
     if func.namespace == "c10d":  # no schema of these says what is written
         # with sequence parallelism each norm's output is gathered: it can still be recomputed
-        written = args[:1] if func._overloadpacket in ALL_GATHERS else (args, kwargs)
+        written = args[:1] if schema.name in ALL_GATHERS else (args, kwargs)
         return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
     if not schema.is_mutable:
         return []
