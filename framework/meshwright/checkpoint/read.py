@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,7 @@ from meshwright.checkpoint.manifest import (
     TensorKind,
     render_sums,
 )
+from meshwright.checkpoint.ranges import TensorFile
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
@@ -183,14 +184,24 @@ def first_sound(
 class CheckpointReader:
     """A published checkpoint, open for reading. Its shards stay memory-mapped until ``close``."""
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        digest: str,
+        open_file: Callable[[str], TensorFile] | None = None,
+    ) -> None:
+        """``open_file`` opens the shard file of a name, such as a :class:`~.ranges.RangedFile`;
+        None: it is mapped from ``path``.
+        """
         self.path = path
         self.manifest = manifest
         self.digest = digest
         """sha256 of the manifest, and thereby of all files.
         Two ranks with equal digests read the same checkpoint.
         """
-        self._open: dict[str, Any] = {}
+        self._open_file = self._map_file if open_file is None else open_file
+        self._open: dict[str, TensorFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -382,10 +393,14 @@ class CheckpointReader:
         assert isinstance(numbers, Tensor)
         return numbers
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
+            self._open[name] = self._open_file(name)
         return self._open[name]
+
+    def _map_file(self, name: str) -> TensorFile:
+        mapped: TensorFile = safe_open(self.path / name, framework="pt", device="cpu")
+        return mapped
 
 
 def _read_small(path: Path) -> bytes:
