@@ -144,10 +144,11 @@ def publish(
             step exists. Nothing is published then.
     """
     place = _attempt_place(step, attempt)
-    paths = [place / f"{name}{REPORT_SUFFIX}" for name in sorted(shard_names)]
+    names = [f"{name}{REPORT_SUFFIX}" for name in sorted(shard_names)]
     with _as_checkpoint_error(place):
+        written = access.names(place)
         texts = map_in_daemon_threads(
-            lambda path: access.read_all(path, MAX_MANIFEST_BYTES), paths, NUM_THREADS
+            lambda name: access.read(place / name, 0, written.get(name) or 0), names, NUM_THREADS
         )
         sizes = access.names(step)
     manifest = merge(head, [ShardReport.model_validate_json(text) for text in texts])
@@ -163,5 +164,5 @@ def publish(
         access.put(step / SUMS, sums)
         access.put(step / MANIFEST, text)
     with contextlib.suppress(OSError):  # published: the next save removes them
-        access.remove([*paths, place / ATTEMPT])
+        access.remove([place / name for name in [*names, ATTEMPT]])
     return manifest

@@ -8,7 +8,6 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from meshwright.system.store import parse_place
 from meshwright_launch.arguments.common import (
     Added,
     RunsInstead,
@@ -16,6 +15,7 @@ from meshwright_launch.arguments.common import (
     count,
     output,
     parse_count_from_0,
+    place,
     rank_count,
     run_or_checkpoint,
     size,
@@ -101,7 +101,7 @@ def convert(added: Added) -> None:
     )
     parser.add_argument(
         "place",
-        type=parse_place,
+        type=place,
         metavar="RUN",
         help=(
             "with --from the new run directory; with --to a run or one of its checkpoints/step-*, or"
@@ -121,7 +121,7 @@ def convert(added: Added) -> None:
     )
     parser.add_argument(
         "--base",
-        type=parse_place,
+        type=place,
         metavar="RUN",
         help=(
             "with --from peft: a run of a model of meshwright's, such as an import, whose linears"
