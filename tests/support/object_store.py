@@ -260,7 +260,7 @@ class ObjectStore:
 
 
 def forget_file_systems() -> None:
-    """Let the next request of this process read its environment again."""
+    """Make the next request of this process read its environment again."""
     store._file_system.cache_clear()
 
 

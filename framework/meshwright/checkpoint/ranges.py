@@ -70,7 +70,7 @@ class RangedFile:
     """A safetensors file that is read by ranges."""
 
     def __init__(self, place: str, size: int, read: ReadRange) -> None:
-        """Nothing is read. ``place``: path, for messages; ``size``: bytes of the file."""
+        """Open without reading. ``place``: path, for messages; ``size``: bytes of the file."""
         self._place, self._size, self._read = place, size, read
         self._header: dict[str, Any] | None = None
         self._data_start = 0
@@ -151,7 +151,7 @@ class RangedSlice:
         runs = box_runs(self._entry.shape, source, dtype.itemsize)
         requests = list(group_runs(runs))
 
-        def fill(request: Request) -> None:
+        def fill(request: RangeRequest) -> None:
             found = self._read(self._entry.start + request.start, self._entry.start + request.stop)
             for start, stop, at in request.runs:
                 inside = slice(start - request.start, stop - request.start)
@@ -170,7 +170,7 @@ Run = tuple[int, int, int]
 """Bytes [start, stop) of a tensor, and their position in the box."""
 
 
-class Request(NamedTuple):
+class RangeRequest(NamedTuple):
     """Bytes that are read at once, and the runs in them."""
 
     start: int
@@ -196,9 +196,9 @@ def box_runs(shape: tuple[int, ...], source: tuple[slice, ...], itemsize: int) -
         yield start, start + length, index * length
 
 
-def group_runs(runs: Iterator[Run]) -> Iterator[Request]:
+def group_runs(runs: Iterator[Run]) -> Iterator[RangeRequest]:
     """Yield the requests that read all runs: near ones together, a long one in several."""
-    open_request: Request | None = None
+    open_request: RangeRequest | None = None
     for start, stop, at in runs:
         if open_request is not None:
             is_near = start - open_request.stop <= MAX_GAP_BYTES
@@ -210,8 +210,8 @@ def group_runs(runs: Iterator[Run]) -> Iterator[Request]:
             open_request = None
         while stop - start > MAX_REQUEST_BYTES:
             middle = start + MAX_REQUEST_BYTES
-            yield Request(start, middle, [(start, middle, at)])
+            yield RangeRequest(start, middle, [(start, middle, at)])
             start, at = middle, at + MAX_REQUEST_BYTES
-        open_request = Request(start, stop, [(start, stop, at)])
+        open_request = RangeRequest(start, stop, [(start, stop, at)])
     if open_request is not None:
         yield open_request

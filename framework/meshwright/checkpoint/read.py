@@ -208,8 +208,8 @@ class CheckpointReader:
         digest: str,
         open_file: Callable[[str], TensorFile] | None = None,
     ) -> None:
-        """``open_file`` opens the shard file of a name, such as a :class:`~.ranges.RangedFile`;
-        None: it is mapped from ``path``.
+        """Hold an open checkpoint. ``open_file``: function that opens the shard file of a name, such
+        as a :class:`~.ranges.RangedFile`; None: it is mapped from ``path``.
         """
         self.path = path
         self.manifest = manifest

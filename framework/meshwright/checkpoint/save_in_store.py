@@ -70,7 +70,7 @@ def _set_aside(step: StorePath, attempt: str, access: StoreAccess, warn: Warn) -
         warn(f"{step} does not verify and is no checkpoint any more: {error}")
     else:
         raise CheckpointError(
-            "MW-CHECKPOINT-023",
+            "MW-CHECKPOINT-037",
             f"{step} exists and is sound: a checkpoint is never overwritten. Resume from it"
             " with the same command, or choose another run.name",
         )

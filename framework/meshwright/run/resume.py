@@ -159,7 +159,7 @@ def _find_own(parts: Parts, directory: Path) -> list[checkpoints.Candidate]:
         (problem, is_unreadable, found), *kinds
     )[0]
     if problem is not None and is_unreadable:
-        raise UnreadableError("MW-RUN-017", problem)
+        raise UnreadableError("MW-RUN-068", problem)
     if problem is not None:
         raise CheckpointError("MW-RUN-066", problem)
     return found

@@ -70,7 +70,7 @@ HINTS = {
     "RequestTimeTooSkewed": "the clock of this machine is wrong: set it, by NTP",
     "QuotaExceeded": "the store is full",
 }
-"""What the store answers where another try is in vain -> what it means."""
+"""Answers after which another try is in vain -> their meaning."""
 _jitter = random.Random()  # the global generator belongs to the run
 
 
@@ -249,8 +249,8 @@ class StoreAccess:
     """Requests to object stores. All of them block, and raise OSError in our words."""
 
     def __init__(self, limit_s: float = LIMIT_S, should_stop: Callable[[], bool] = _never) -> None:
-        """``limit_s``: deadline of each call, of a whole object in :meth:`upload`. ``should_stop``
-        ends a call early, with a StoreError.
+        """Set the deadline of each call, ``limit_s``; in :meth:`upload` that of the whole object.
+        ``should_stop`` ends a call early, with an OSError.
         """
         self._limit_s, self._should_stop = limit_s, should_stop
 

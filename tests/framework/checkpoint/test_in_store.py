@@ -193,6 +193,24 @@ def test_retention_deletes_the_manifest_first(s3: ObjectStore, fake: Fake) -> No
     assert s3.proxy.counts()["DELETE"] == 3, "manifest, files, mark"
 
 
+def test_the_requests_of_a_save(s3: ObjectStore, fake: Fake) -> None:
+    """Those that docs/checkpoints.md counts: 2 ranks, keep_last = 2, one step goes."""
+    for step in (1, 2, 3, 4):
+        s3.proxy.requests.clear()
+        save(fake, step)
+        prune(RUN, keep_last=2)
+    files = len(
+        [each for each in s3.proxy.requests if "safetensors" in each.key and each.what == "PUT"]
+    )
+    found = s3.proxy.counts()
+    assert found["PUT"] == 2 + files + 2 + 2 + 1, (
+        "marks, files, reports, manifest; a deletion's mark"
+    )
+    assert found["GET"] == 2 + 2 * 2 and found["HEAD"] == 1 + 3, found
+    assert found["DELETE"] == 1 + 3, "the reports; manifest, files and mark of a deletion"
+    assert found["LIST"] <= 12, found
+
+
 def test_half_a_deletion_is_finished(s3: ObjectStore, fake: Fake) -> None:
     for step in (2, 4):
         save(fake, step)
@@ -254,7 +272,7 @@ def test_many_faults_that_pass(s3: ObjectStore, fake: Fake) -> None:
 
 def test_a_sound_step_is_not_overwritten(s3: ObjectStore, fake: Fake) -> None:
     state = save(fake, 3)
-    assert "MW-CHECKPOINT-023" in str(Saving(fake, 3, "b2").wait())
+    assert "MW-CHECKPOINT-037" in str(Saving(fake, 3, "b2").wait())
     check_read(fake, RUN / "step-00000003", state)
 
 
