@@ -123,7 +123,13 @@ def resume(
     """
     mesh = parts.mesh
     mirrored = None if mirror is None else _newest_mirror(mirror, mesh, log)
-    own = _find_own(parts, directory)
+    try:
+        own = _find_own(parts, directory)
+    except UnreadableError as error:
+        if mirrored is None or not parts.config.checkpoint.directory:
+            raise
+        log(f"checkpoints of the mirror's step and later are left out: {error}")
+        own = []
     path: Place | None
     if mirrored is None:
         path = newest_sound(directory, mesh, only=[each.path for each in own])

@@ -27,6 +27,7 @@ import os
 import random
 import re
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -71,6 +72,7 @@ HINTS = {
     "QuotaExceeded": "the store is full",
 }
 """Answers after which another try is in vain -> their meaning."""
+_making = threading.Lock()
 _jitter = random.Random()  # the global generator belongs to the run
 
 
@@ -181,7 +183,8 @@ def file_system(scheme: str) -> Any:
     Raises:
         ConfigError: its package is not installed.
     """
-    return _file_system(scheme, os.getpid())  # its event loop does not survive a fork
+    with _making:
+        return _file_system(scheme, os.getpid())  # its event loop does not survive a fork
 
 
 @functools.lru_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,15 +36,25 @@ NAMES = frozenset(f"pp0-tp{rank}" for rank in range(TP))
 class Saving:
     """A save of two ranks in progress."""
 
-    def __init__(self, fake: Fake, step: int, attempt: str = "a1", timeout_s: float = 20) -> None:
+    def __init__(
+        self,
+        fake: Fake,
+        step: int,
+        attempt: str = "a1",
+        timeout_s: float = 20,
+        ranks: Iterable[int] = range(TP),
+    ) -> None:
         self.attempt = SaveAttempt(
             RUN, fake.head(step), attempt, NAMES, max_file_bytes=800, upload_timeout_s=timeout_s
         )
         self.state = fake.state(step)
         self.writers = [AsyncWriter() for _ in range(TP)]
-        for rank, writer in enumerate(self.writers):
-            pieces = HostSlab().copy(fake.pieces(self.state, TP, rank))
-            writer.start(self.attempt, f"pp0-tp{rank}", pieces, is_first=rank == 0)
+        for rank in ranks:
+            self.start(fake, rank)
+
+    def start(self, fake: Fake, rank: int) -> None:
+        pieces = HostSlab().copy(fake.pieces(self.state, TP, rank))
+        self.writers[rank].start(self.attempt, f"pp0-tp{rank}", pieces, is_first=rank == 0)
 
     def wait(self) -> str | None:
         """Return the first problem; None: it is published."""
@@ -130,6 +140,19 @@ def test_an_unpublished_step_is_no_checkpoint(s3: ObjectStore, fake: Fake) -> No
     assert [each.step for each in find(RUN)] == [3] and not has_checkpoint(RUN, above=3)
 
 
+def test_an_object_of_another_size_is_not_published(s3: ObjectStore, fake: Fake) -> None:
+    file = "prefix/demo/step-00000003/pp0-tp1-a1-00000.safetensors"
+
+    def shorten(request: Request) -> None:
+        if request.key.endswith("pp0-tp1.shard.json") and request.what == "PUT":
+            s3.put(file, b"short")
+
+    s3.proxy.fault = shorten
+    problem = Saving(fake, 3).wait()
+    assert problem is not None and "MW-CHECKPOINT-024" in problem and "5 are on the disk" in problem
+    assert find(RUN) == []
+
+
 def test_a_listing_has_no_file_of_a_step(s3: ObjectStore, fake: Fake) -> None:
     for step in (1, 2, 3):
         save(fake, step)
@@ -151,6 +174,16 @@ def test_two_attempts_of_a_step_do_not_mix(s3: ObjectStore, fake: Fake) -> None:
     assert not any("-a1-" in key for key in s3.all_keys()), "the dead attempt's files are removed"
     manifest = json.loads(s3.get("prefix/demo/step-00000003/manifest.json"))
     assert all("-b2-" in name for name in manifest["files"])
+
+
+def test_a_rank_may_be_earlier_than_the_first(s3: ObjectStore, fake: Fake) -> None:
+    """Its files are no leftovers, although the first rank removes those of dead attempts then."""
+    saving = Saving(fake, 3, ranks=[1])
+    while not any("pp0-tp1.shard.json" in key for key in s3.all_keys()):
+        time.sleep(0.01)
+    saving.start(fake, 0)
+    assert saving.wait() is None
+    check_read(fake, RUN / "step-00000003", saving.state)
 
 
 def test_leftovers_go_with_the_next_saves(s3: ObjectStore, fake: Fake) -> None:
@@ -249,7 +282,7 @@ def test_a_stuck_upload_is_named_and_given_up(s3: ObjectStore, fake: Fake, way: 
 
 
 def test_an_answer_that_is_lost_after_publication(s3: ObjectStore, fake: Fake) -> None:
-    """The store has the manifest, the writer does not know: its files stay, and the step counts."""
+    """The store has the manifest and the writer gave up: its files stay, and the step counts."""
     saving = Saving(fake, 3)
     while not s3.proxy.counts()["PUT"]:
         time.sleep(0.01)
