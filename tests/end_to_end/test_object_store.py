@@ -21,7 +21,7 @@ from meshwright.checkpoint import find
 from meshwright.config import RunConfig, to_toml
 from meshwright.errors import UserError
 from meshwright.run.directory import run_directory
-from meshwright.run.places import save_place
+from meshwright.run.places import store_of
 from meshwright.run.resume import prepare
 from meshwright.system.store import StorePath
 from meshwright_launch.pool import RankPool
@@ -135,6 +135,7 @@ def test_a_run_resumes_to_the_bit(
     assert not any(".tmp-" in key for key in s3.all_keys()) and s3.uploads() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["drop", "deny", long_row("skew"), long_row("throttle")])
 @pytest.mark.fault(row="an object store away during a save")
 def test_a_store_that_is_away_for_a_save(
@@ -158,6 +159,7 @@ def check_no_secret(place: Path, *texts: str) -> None:
     assert not any(KEY in text or SECRET in text for text in texts)
 
 
+@pytest.mark.long
 @pytest.mark.fault(row="an object store that keeps a connection and answers no more")
 def test_training_goes_on_beside_a_stuck_upload(
     corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
@@ -180,6 +182,7 @@ def test_training_goes_on_beside_a_stuck_upload(
     assert steps() == [8]
 
 
+@pytest.mark.long
 @pytest.mark.fault(row="an object store that keeps a connection and answers no more")
 def test_a_server_that_is_stopped(
     corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
@@ -204,6 +207,7 @@ def test_a_server_that_is_stopped(
     assert steps() == [6, 2] and len(exact_losses(config)) == 6
 
 
+@pytest.mark.long
 def test_saves_that_fail_in_a_row_end_the_run(
     corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
 ) -> None:
@@ -223,6 +227,7 @@ def test_saves_that_fail_in_a_row_end_the_run(
     assert said.count("the run continues") == 4 and steps() == [6, 3]
 
 
+@pytest.mark.long
 def test_or_the_first_one_where_that_is_wanted(
     corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
 ) -> None:
@@ -232,6 +237,7 @@ def test_or_the_first_one_where_that_is_wanted(
     assert "MW-RUN-025" in train_there(pool, s3, config, code=2)
 
 
+@pytest.mark.long
 def test_the_last_save_is_tried_again(
     corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
 ) -> None:
@@ -254,6 +260,7 @@ def test_the_last_save_is_tried_again(
     assert steps() == [6, 4] and time.monotonic() - begun_s < LIMIT_S
 
 
+@pytest.mark.long
 def test_a_run_moves_to_a_store_and_not_back_without_its_steps(
     corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
 ) -> None:
@@ -300,7 +307,8 @@ def test_the_store_is_checked_before_any_rank(
 
 def test_the_place_follows_the_name_of_the_run(corpus: Path, tmp_path: Path) -> None:
     config = in_store(corpus, tmp_path, checkpoint={"directory": "s3://bucket/a/b/"})
-    assert str(save_place(config)) == "s3://bucket/a/b/run"
+    assert str(store_of(config)) == "s3://bucket/a/b/run"
+    assert store_of(run_config(corpus, tmp_path)) is None
 
 
 @pytest.fixture

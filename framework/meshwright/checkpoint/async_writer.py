@@ -29,7 +29,7 @@ from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory, tempora
 from meshwright.checkpoint.manifest import CheckpointMetadata, TensorKind
 from meshwright.checkpoint.save import publish
 from meshwright.checkpoint.shard import REPORT_SUFFIX, TensorPiece, write_shard
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, UserError
 from meshwright.system.store import Place, StoreAccess, StorePath
 
 POLL_S = 0.001, 0.5
@@ -247,7 +247,7 @@ class AsyncWriter:
                 saving.publish()
                 done = True
                 self._published.put((attempt.final, time.monotonic() - start_s))
-        except (CheckpointError, OSError) as error:
+        except (UserError, OSError) as error:
             share.record(str(error))
         except BaseException as error:
             share.record(f"{type(error).__name__}: {error}")

@@ -13,25 +13,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.checkpoint import Candidate, find
+from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.config import RunConfig, read_resolved
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.run.directory import RESOLVED, run_directory
+from meshwright.run.directory import RESOLVED
 from meshwright.system.store import Place, StoreAccess, StoreError, StorePath, parse_place
 
 CHECK_S = 60.0
 """Deadline of each request of :func:`check_store`."""
 
 
-def save_place(config: RunConfig) -> Place:
-    """Return the run's directory, or the path of its checkpoints in an object store.
+def store_of(config: RunConfig) -> StorePath | None:
+    """Return the path of a run's checkpoints in an object store; None: they lie in its directory.
 
     Raises:
         ConfigError: ``checkpoint.directory`` is no such path.
     """
-    store = config.checkpoint.directory
-    if not store:
-        return run_directory(config.run)
-    return parse_place(store) / config.run.name
+    if not config.checkpoint.directory:
+        return None
+    store = parse_place(config.checkpoint.directory)
+    assert isinstance(store, StorePath)  # by the form of the key
+    return store / config.run.name
 
 
 def check_store(place: StorePath) -> None:
@@ -57,9 +59,10 @@ def saved_places(run: Place) -> list[Place]:
     if isinstance(run, StorePath):
         return [run]
     try:
-        return list(dict.fromkeys([save_place(read_resolved(run / RESOLVED)), run]))
+        store = store_of(read_resolved(run / RESOLVED))
     except ConfigError:  # never started, or by a later version
-        return [run]
+        store = None
+    return [run] if store is None else [store, run]
 
 
 def find_in(places: list[Place]) -> list[Candidate]:
@@ -81,7 +84,8 @@ def find_own(config: RunConfig, directory: Path) -> list[Candidate]:
         UnreadableError: a place cannot be read.
         CheckpointError: newer ones are in a store that the run does not name any more.
     """
-    found = find_in(list(dict.fromkeys([save_place(config), directory])))
+    store = store_of(config)
+    found = find_in([directory] if store is None else [store, directory])
     check_former(config, directory, max((each.step for each in found), default=-1))
     return found
 
@@ -93,14 +97,13 @@ def check_former(config: RunConfig, directory: Path, newest: int) -> None:
     Raises:
         CheckpointError: it has.
     """
-    former = saved_places(directory)[0]
-    if not isinstance(former, StorePath) or former == save_place(config):
+    former, now = saved_places(directory)[0], store_of(config) or directory
+    if not isinstance(former, StorePath) or former == now:
         return
     later = next((each for each in find(former) if each.step > newest), None)
     if later is None:
         return
-    now = save_place(config)
-    target = now if isinstance(now, StorePath) else now / "checkpoints"
+    target = checkpoints_directory(now)
     raise CheckpointError(
         "MW-RUN-065",
         f"{later.path} is newer than every checkpoint in {target}, and the run saved there before:"

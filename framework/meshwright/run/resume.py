@@ -23,7 +23,7 @@ from meshwright.run import starts
 from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
 from meshwright.run.pieces import saved_running
-from meshwright.run.places import check_store, find_own, save_place
+from meshwright.run.places import check_store, find_own, store_of
 from meshwright.run.tensors import (
     STOP_REASON,
     checkpoint_metadata,
@@ -58,9 +58,9 @@ def prepare(
     )
     check_manifest(checkpoint_metadata(config, at_end, data_fingerprint), saved_tensors(blueprint))
     _check_space(blueprint, make_directory(config.run), 0, warn)
-    place = save_place(config)
-    if isinstance(place, StorePath) and environment_rank()[0] == 0:
-        check_store(place)
+    store = store_of(config)
+    if store is not None and environment_rank()[0] == 0:
+        check_store(store)
 
 
 def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning) -> None:
@@ -132,7 +132,8 @@ def resume(
         own = []
     path: Place | None
     if mirrored is None:
-        path = newest_sound(directory, mesh, only=[each.path for each in own])
+        place = store_of(parts.config) or directory
+        path = newest_sound(place, mesh, only=[each.path for each in own])
     else:
         step = mirrored.manifest.step
         later = [each.path for each in own if each.step >= step]

@@ -31,15 +31,14 @@ from meshwright.checkpoint import (
 )
 from meshwright.checkpoint.async_writer import next_pause_s
 from meshwright.checkpoint.files import checkpoints_directory
-from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
 from meshwright.run.pieces import saved_pieces
-from meshwright.run.places import save_place
+from meshwright.run.places import store_of
 from meshwright.run.tensors import agree_on_states, checkpoint_metadata
-from meshwright.system.store import Place, StorePath
+from meshwright.system.store import Place
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
@@ -53,11 +52,6 @@ class _BeginResult(NamedTuple):
     problem: str | None = None
     is_transient: bool = False
     """True if the problem is one of the disk, not of the run."""
-
-
-def _store_of(config: RunConfig) -> StorePath | None:
-    place = save_place(config)
-    return place if isinstance(place, StorePath) else None
 
 
 class Saver:
@@ -76,7 +70,7 @@ class Saver:
         """
         self.parts = parts
         self.directory = directory
-        self._store = _store_of(parts.config)
+        self._store = store_of(parts.config)
         self._num_failed = 0
         """Saves to the store that have failed since one succeeded; the same on all ranks."""
         self._files = files

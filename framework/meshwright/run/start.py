@@ -250,7 +250,9 @@ def _open_one(
     is_checkpoint = source is None
     if source is None:
         assert candidates is not None
-        path = newest_sound(candidates[0].parent, mesh, only=candidates)
+        first = candidates[0]
+        run = first.absolute().parents[1] if isinstance(first, Path) else first.parent
+        path = newest_sound(run, mesh, only=candidates)
         assert path is not None
         source = open_run_weights(path)
     digests: list[str] = mesh.world.gather_objects(source.digest)

@@ -110,6 +110,7 @@ def test_what_is_written_last_publishes(s3: ObjectStore, fake: Fake) -> None:
     assert not any(".tmp-" in key for key in s3.all_keys()), "the reports are removed"
 
 
+@pytest.mark.long
 def test_copies_are_checkpoints_on_both_sides(s3: ObjectStore, fake: Fake, tmp_path: Path) -> None:
     """As ``aws s3 cp --recursive`` makes them."""
     state = save(fake, 3)
@@ -153,6 +154,7 @@ def test_an_object_of_another_size_is_not_published(s3: ObjectStore, fake: Fake)
     assert find(RUN) == []
 
 
+@pytest.mark.long
 def test_a_listing_has_no_file_of_a_step(s3: ObjectStore, fake: Fake) -> None:
     for step in (1, 2, 3):
         save(fake, step)
@@ -186,6 +188,7 @@ def test_a_rank_may_be_earlier_than_the_first(s3: ObjectStore, fake: Fake) -> No
     check_read(fake, RUN / "step-00000003", saving.state)
 
 
+@pytest.mark.long
 def test_leftovers_go_with_the_next_saves(s3: ObjectStore, fake: Fake) -> None:
     """The mark of a dead attempt goes when nothing of it was found: a late request is removed too."""
     s3.proxy.fault = lambda request: "deny" if "pp0-tp1-a1" in request.key else None
@@ -202,6 +205,7 @@ def test_leftovers_go_with_the_next_saves(s3: ObjectStore, fake: Fake) -> None:
     assert not any(".tmp-" in key or "-a1-" in key for key in s3.all_keys())
 
 
+@pytest.mark.long
 def test_leftovers_of_a_published_step_stay_where_they_are_named(
     s3: ObjectStore, fake: Fake
 ) -> None:
@@ -226,6 +230,7 @@ def test_retention_deletes_the_manifest_first(s3: ObjectStore, fake: Fake) -> No
     assert s3.proxy.counts()["DELETE"] == 3, "manifest, files, mark"
 
 
+@pytest.mark.long
 def test_the_requests_of_a_save(s3: ObjectStore, fake: Fake) -> None:
     """Those that docs/checkpoints.md counts: 2 ranks, keep_last = 2, one step goes."""
     for step in (1, 2, 3, 4):
@@ -244,6 +249,7 @@ def test_the_requests_of_a_save(s3: ObjectStore, fake: Fake) -> None:
     assert found["LIST"] <= 12, found
 
 
+@pytest.mark.long
 def test_half_a_deletion_is_finished(s3: ObjectStore, fake: Fake) -> None:
     for step in (2, 4):
         save(fake, step)
@@ -262,6 +268,7 @@ def test_half_a_deletion_is_finished(s3: ObjectStore, fake: Fake) -> None:
     assert not any("step-00000002" in key for key in s3.all_keys())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["stall", "frozen"])
 def test_a_stuck_upload_is_named_and_given_up(s3: ObjectStore, fake: Fake, way: str) -> None:
     save(fake, 3)
@@ -281,6 +288,7 @@ def test_a_stuck_upload_is_named_and_given_up(s3: ObjectStore, fake: Fake, way: 
     save(fake, 5, "c3")
 
 
+@pytest.mark.long
 def test_an_answer_that_is_lost_after_publication(s3: ObjectStore, fake: Fake) -> None:
     """The store has the manifest and the writer gave up: its files stay, and the step counts."""
     saving = Saving(fake, 3)
@@ -293,6 +301,7 @@ def test_an_answer_that_is_lost_after_publication(s3: ObjectStore, fake: Fake) -
     check_read(fake, RUN / "step-00000003", saving.state)
 
 
+@pytest.mark.long
 def test_many_faults_that_pass(s3: ObjectStore, fake: Fake) -> None:
     draw = random.Random(3)
     kinds = ["throttle", "broken", "drop", *[None] * 5]
@@ -303,12 +312,14 @@ def test_many_faults_that_pass(s3: ObjectStore, fake: Fake) -> None:
     assert newest is not None and newest.manifest.step == 3
 
 
+@pytest.mark.long
 def test_a_sound_step_is_not_overwritten(s3: ObjectStore, fake: Fake) -> None:
     state = save(fake, 3)
     assert "MW-CHECKPOINT-037" in str(Saving(fake, 3, "b2").wait())
     check_read(fake, RUN / "step-00000003", state)
 
 
+@pytest.mark.long
 def test_a_damaged_step_is_saved_again(
     s3: ObjectStore, fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,6 +339,7 @@ def damage(s3: ObjectStore, name: str) -> None:
     s3.put(f"prefix/demo/{name}", bytes(data))
 
 
+@pytest.mark.long
 def test_each_damage_is_named(s3: ObjectStore, fake: Fake) -> None:
     save(fake, 3)
     place, file = RUN / "step-00000003", "pp0-tp0-a1-00001.safetensors"
@@ -376,6 +388,7 @@ def test_a_manifest_that_is_too_long_is_not_read(
     assert "GET" not in s3.proxy.counts()
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_is_not_taken_for_an_empty_one(
     s3: ObjectStore, fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
