@@ -17,7 +17,6 @@ tried again.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -450,6 +449,8 @@ class StoreAccess:
         self, path: StorePath, make: Callable[[], Awaitable[Any]], end_s: float
     ) -> Future[Any]:
         """Start a request on the event loop: see NOTE [requests that hang]."""
+        import asyncio  # not at the start of every command
+
         loop = file_system(path.scheme).loop
         tried = _try_until(make, path, end_s, self._limit_s)
         return asyncio.run_coroutine_threadsafe(tried, loop)
@@ -474,6 +475,8 @@ async def _try_until(
     make: Callable[[], Awaitable[Any]], path: StorePath, end_s: float, limit_s: float
 ) -> Any:
     """Make a request until it succeeds, cannot succeed, or its time is over."""
+    import asyncio
+
     try_s, pause_s = limit_s / TRIES, PAUSE_S[0]
     problem: OSError = StoreError(f"no answer in {limit_s:g} s", path)
     while True:
