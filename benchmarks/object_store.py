@@ -6,7 +6,7 @@ The store is a local S3 server (moto), a Python process on the same cores: its o
 measured, and a bucket of a cloud has other times. Ratios of seconds, store / directory:
 
     save     until the checkpoint is published
-    async    until the step may go on
+    async    until the step may go on, on the slowest rank
     load     hash every file, then read
 
 Bar: async at most 1.5, since no step may wait for a store. Exit code 1: it is missed.
@@ -85,7 +85,6 @@ def race(
                     saver.start()
                 if name == "save":
                     saver.finish()
-                dist.barrier()
                 costs[place][name].append(time.perf_counter() - start_s)
                 saver.finish()
     num_bytes = 3 * 4 * sum(each.numel() for each in parts.blueprint.model.layers.parameters())
@@ -125,7 +124,14 @@ def main() -> int:
         found = pool.run(
             race, RANKS, options, Path(folder), store, arguments.repeats, timeout_s=1800.0
         )
-    costs, num_bytes = found[0]
+    num_bytes = found[0][1]
+    costs: Costs = {
+        place: {
+            name: [max(each) for each in zip(*(of[place][name] for of, _ in found), strict=True)]
+            for name in OPERATIONS
+        }
+        for place in PLACES
+    }
     ratios = {
         name: spread(
             [b / a for a, b in zip(costs["directory"][name], costs["store"][name], strict=True)]
