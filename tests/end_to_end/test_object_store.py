@@ -243,7 +243,7 @@ def test_the_last_save_is_tried_again(
 ) -> None:
     """Nothing comes after it that could save."""
     config = in_store(
-        corpus, tmp_path, parallel=layout("dp2"), checkpoint={"upload_timeout_s": 0.5}
+        corpus, tmp_path, parallel=layout("dp2"), checkpoint={"upload_timeout_s": 2.0}
     )
     begun_s = time.monotonic()
     tried: list[str] = []
