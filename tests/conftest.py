@@ -20,6 +20,7 @@ from meshwright.system.process import SIGNALS
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import References
 from tests.support.marks import mark_rows
+from tests.support.object_store import ObjectStore, forget_file_systems, object_store
 
 # a commit passes or fails always; `make torture` draws anew
 settings.register_profile("repeatable", derandomize=True)
@@ -36,6 +37,26 @@ def pool() -> Iterator[RankPool]:
     """Eight ranks that live as long as the test session; see ``RankPool.run``."""
     with RankPool(8) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[ObjectStore]:
+    """A real S3 server in a process of its own, for the session."""
+    pytest.importorskip("moto.server")
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def s3(s3_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """The server, empty, and the environment in which this process reaches it."""
+    s3_server.reset()
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    forget_file_systems()
+    yield s3_server
+    s3_server.thaw()
+    s3_server.proxy.fault = lambda request: None
 
 
 @pytest.fixture(autouse=True)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import Candidate, CheckpointReader, find, open_checkpoint
-from meshwright.checkpoint.files import checkpoints_directory
+from meshwright.checkpoint.files import checkpoints_directory, retried
 from meshwright.checkpoint.manifest import TensorEntry
 from meshwright.errors import CheckpointError
 from meshwright.run.directory import is_checkpoint
+from meshwright.run.places import find_in, saved_places
+from meshwright.system.store import Place, StoreAccess, StorePath
 from meshwright.terminal.format import format_size, format_table
 from meshwright.terminal.output import put
 
 
 def list_checkpoints(options: argparse.Namespace, _: list[str]) -> int:
     """Print a table of a run's checkpoints, oldest first, and the other directories beside them."""
-    run: Path = options.place
-    if is_checkpoint(run) and run.absolute().parent == checkpoints_directory(
-        run.absolute().parents[1]
-    ):
-        run = run.absolute().parents[1]
+    run: Place = options.place
+    if is_checkpoint(run):
+        run = _run_of(run) or run
     rows = [("step", "samples seen", "saved on", "tensors", "files", "size", "")]
     candidates = _find_all(run)
     for candidate in reversed(candidates):
@@ -36,29 +35,44 @@ def list_checkpoints(options: argparse.Namespace, _: list[str]) -> int:
             continue
         sizes = [file.size for file in manifest.files.values()]
         numbers = f"{len(manifest.tensors):,}", f"{len(sizes):,}", format_size(sum(sizes))
+        is_elsewhere = candidate.path.parent != checkpoints_directory(run)
         rows.append(
             (
                 str(candidate.step),
                 f"{manifest.samples_seen:,}",
                 layout(manifest.config),
                 *numbers,
-                "",
+                str(candidate.path.parent) if is_elsewhere else "",
             )
         )
     lines = format_table(rows, ">><>>><")
-    listed = {candidate.path.name for candidate in candidates}
-    directory = checkpoints_directory(run)
-    for name in sorted(
-        path.name for path in directory.iterdir() if path.is_dir() and path.name not in listed
-    ):
-        what = (
-            "a save in progress, or one that died"
-            if name.startswith(".tmp-")
-            else "not a checkpoint"
-        )
-        lines.append(f"{directory / name}: {what}")
+    listed = {candidate.path for candidate in candidates}
+    for directory in map(checkpoints_directory, saved_places(run)):
+        for path in sorted(each for each in _folders_in(directory) if each not in listed):
+            what = (
+                "a save in progress, or one that died"
+                if path.name.startswith(".tmp-")
+                else "not a checkpoint"
+            )
+            lines.append(f"{path}: {what}")
     put("\n".join(lines))
     return 0
+
+
+def _folders_in(directory: Place) -> list[Place]:
+    """Return the folders directly below a directory, which may be missing."""
+    if isinstance(directory, StorePath):
+        sizes = retried(lambda: StoreAccess().names(directory), directory)
+        return [directory / name for name, size in sizes.items() if size is None]
+    return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+
+
+def _run_of(checkpoint: Place) -> Place | None:
+    """Return the run whose checkpoint it is; None: it was copied out of one."""
+    if isinstance(checkpoint, StorePath):
+        return checkpoint.parent
+    run = checkpoint.absolute().parents[1]
+    return run if checkpoint.absolute().parent == checkpoints_directory(run) else None
 
 
 def verify(options: argparse.Namespace, _: list[str]) -> int:
@@ -67,7 +81,7 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
     chosen = find_checkpoint(place, step)
     is_single = step is not None or chosen.path == place
     is_damaged = False
-    for candidate in [chosen] if is_single else reversed(find(place)):
+    for candidate in [chosen] if is_single else reversed(_find_all(place)):
         lines = [f"{candidate.path}: sound"]
         try:
             open_checkpoint(candidate.path).verify()
@@ -92,18 +106,15 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def find_checkpoint(place: Path, step: int | None) -> Candidate:
+def find_checkpoint(place: Place, step: int | None) -> Candidate:
     """Return the checkpoint at ``place``. For a run directory: the newest, or the one of ``step``.
 
     Raises:
         CheckpointError: there is no such checkpoint.
     """
     if is_checkpoint(place):
-        found = [
-            candidate
-            for candidate in find(place.parent.parent)
-            if candidate.path.name == place.name
-        ]
+        run = place.parent if isinstance(place, StorePath) else place.parent.parent
+        found = [each for each in find(run) if each.path.name == place.name]
         chosen = found[0] if found else Candidate(open_checkpoint(place).manifest.step, place)
         if step is not None and step != chosen.step:
             raise CheckpointError(
@@ -123,11 +134,12 @@ def find_checkpoint(place: Path, step: int | None) -> Candidate:
     )
 
 
-def _find_all(run: Path) -> list[Candidate]:
+def _find_all(run: Place) -> list[Candidate]:
     """Return the checkpoints of a run, newest first; raise CheckpointError if there is none."""
-    candidates = find(run)
+    candidates = find_in(saved_places(run))
     if not candidates:
-        what = "has no checkpoint yet" if run.is_dir() else "is no directory"
+        is_run = isinstance(run, StorePath) or run.is_dir()
+        what = "has no checkpoint yet" if is_run else "is no directory"
         raise CheckpointError(
             "MW-LAUNCH-003",
             f"{run} {what}: give a run directory, such as runs/demo, or one of its"

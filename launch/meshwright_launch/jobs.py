@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import HangError, Preempted, UserError
 from meshwright.system.bounded import abridge_words, real_path
 from meshwright.system.packages import own_folder
+from meshwright.system.store import Place
 from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
@@ -268,12 +269,12 @@ def check_inference(options: argparse.Namespace) -> bool:
     from meshwright.run.directory import find_run, is_checkpoint
     from meshwright_launch.environment import Launcher, launch_environment
 
-    if not is_checkpoint(options.place):
+    if isinstance(options.place, Path) and not is_checkpoint(options.place):
         find_run(options.place)
     return launch_environment() is not Launcher.NONE
 
 
-def run_inference(config: RunConfig, run: Path, prepare: Prepare) -> int:
+def run_inference(config: RunConfig, run: Place, prepare: Prepare) -> int:
     """Start ranks that use a trained model, or run as one of them.
     Ranks started here log to a temporary directory.
     """
@@ -289,7 +290,8 @@ def run_inference(config: RunConfig, run: Path, prepare: Prepare) -> int:
         return _run_as_rank(config, launcher, prepare)
     work, checked = prepare(config, devices.num_local_ranks(config))
     with tempfile.TemporaryDirectory(prefix="logs-", dir=own_directory()) as logs:
-        checked = checked.replace(run={"directory": logs, "name": real_path(run).name})
+        name = real_path(run).name if isinstance(run, Path) else run.name
+        checked = checked.replace(run={"directory": logs, "name": name})
         return _exit_code_of(lambda: local.launch(work, checked))
 
 

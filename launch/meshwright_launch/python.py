@@ -40,6 +40,7 @@ from meshwright.run.start import resume_or_start
 from meshwright.run.trust import check_file
 from meshwright.step import take_step
 from meshwright.system.process import GiveUp, StopRequest
+from meshwright.system.store import Place, parse_place
 from meshwright.terminal.output import print_lines, tell
 from meshwright_launch import devices, local
 from meshwright_launch.callbacks import StreamState
@@ -117,8 +118,8 @@ class OpenRun:
             )
         return validate(self.parts)
 
-    def save(self) -> Path:
-        """Write a checkpoint of this step and return its directory; blocks until it is published.
+    def save(self) -> Place:
+        """Write a checkpoint of this step and return its path; blocks until it is published.
 
         Raises:
             CheckpointError: on every rank; it cannot be written.
@@ -126,7 +127,7 @@ class OpenRun:
         if self._saver.saved_step != self.step:
             self._saver.start()
             self._saver.finish_or_fail()
-        return final_directory(self.directory, self.step)
+        return final_directory(self._saver.place, self.step)
 
 
 @contextlib.contextmanager
@@ -238,7 +239,7 @@ def evaluate(
     Raises:
         UserError: there is no run, no checkpoint, or no validation set.
     """
-    where = locate(Path(place), step)._replace(weights=weights)
+    where = locate(parse_place(place), step)._replace(weights=weights)
     alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1", *WHOLE_SAMPLES)
     config = check_evaluation(
         config_for(

@@ -59,9 +59,9 @@ def find_stop_reason(seen: Sequence[frozenset[int]], most: int) -> str | None:
 
 def find_steps(directory: Path) -> frozenset[int]:
     """Return the steps of a run's checkpoints, damaged ones too."""
-    from meshwright.checkpoint import find
+    from meshwright.run import places
 
-    return frozenset(candidate.step for candidate in find(directory))
+    return places.find_steps(directory)
 
 
 def find_last_step(seen: Sequence[frozenset[int]]) -> int:

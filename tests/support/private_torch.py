@@ -42,6 +42,7 @@ OTHERS = {
     *("_SubParsersAction", "_actions", "_choices_actions"),  # argparse
     # multiprocessing
     *("_forkserver", "_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"),
+    "_cat_file",  # fsspec: a coroutine of a file system
     # transformers
     *("_attn_implementation", "_apply_gate", "_init_weights", "_pp_plan", "_tp_plan"),
     *("_can_record_outputs", "_keys_to_ignore_on_load_unexpected"),

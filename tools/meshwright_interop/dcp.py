@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from meshwright.checkpoint import CheckpointReader, TensorKind, open_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
+from meshwright.system.store import Place
 from meshwright_interop.huggingface.destination import (
     OnBytes,
     check_output_directory,
@@ -74,7 +75,7 @@ class _Tensors(DefaultSavePlanner):
 
 
 def export_dcp(
-    source: Path, out: Path, *, kind: str = "weights", on_bytes: OnBytes = ignore_progress
+    source: Place, out: Path, *, kind: str = "weights", on_bytes: OnBytes = ignore_progress
 ) -> DcpExport:
     """Export the tensors of one kind as a DCP directory.
 
@@ -118,7 +119,7 @@ def export_dcp(
     return DcpExport(out, kind, len(planned), files)
 
 
-def _open_verified(source: Path) -> CheckpointReader:
+def _open_verified(source: Place) -> CheckpointReader:
     """Open a checkpoint and verify all its bytes before any write."""
     try:
         checkpoint = open_checkpoint(source)

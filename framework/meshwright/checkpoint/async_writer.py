@@ -19,18 +19,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint import save_in_store
 from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory, temporary_directory
 from meshwright.checkpoint.manifest import CheckpointMetadata, TensorKind
 from meshwright.checkpoint.save import publish
 from meshwright.checkpoint.shard import REPORT_SUFFIX, TensorPiece, write_shard
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, UserError
+from meshwright.system.store import Place, StoreAccess, StorePath
 
 POLL_S = 0.001, 0.5
 """Shortest and longest pause between two polls, in seconds."""
+STORE_POLL_S = 0.25
+"""Shortest pause between two polls of an object store, where each is a request."""
 REMOVAL_PAUSE_S = 0.5
 """Seconds between two attempts to remove files that another rank may still write."""
 
@@ -47,7 +52,8 @@ def next_pause_s(start_s: float) -> float:
 class SaveAttempt:
     """Parameters of one save attempt, equal on all ranks."""
 
-    run_directory: Path
+    run_directory: Place
+    """Directory of the run, or the path of its checkpoints in an object store."""
     head: CheckpointMetadata
     name: str
     """Unique name of this attempt, agreed between the ranks;
@@ -56,15 +62,18 @@ class SaveAttempt:
     shard_names: frozenset[str]
     """Shard names of all ranks that write."""
     max_file_bytes: int = MAX_FILE_BYTES
+    upload_timeout_s: float = 300.0
+    """Deadline of each object, in an object store."""
 
     @property
     def temporary(self) -> Path:
         """Directory that the files are written to."""
+        assert isinstance(self.run_directory, Path)
         return temporary_directory(self.run_directory, self.head.step, self.name)
 
     @property
-    def final(self) -> Path:
-        """Directory of the published checkpoint."""
+    def final(self) -> Place:
+        """Path of the published checkpoint."""
         return final_directory(self.run_directory, self.head.step)
 
 
@@ -96,7 +105,7 @@ class AsyncWriter:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._share = _Share()
-        self._published: SimpleQueue[tuple[Path, float]] = SimpleQueue()
+        self._published: SimpleQueue[tuple[Place, float]] = SimpleQueue()
         self._left: threading.Thread | None = None
         """Thread of an earlier save that :meth:`leave` has left behind."""
 
@@ -202,7 +211,7 @@ class AsyncWriter:
         if self._thread is not None:
             self._thread.join(limit_s)
 
-    def take_published(self) -> tuple[Path, float] | None:
+    def take_published(self) -> tuple[Place, float] | None:
         """Return the checkpoint published since the last call and its duration in seconds, or None.
         First rank only.
         """
@@ -226,23 +235,19 @@ class AsyncWriter:
     ) -> None:
         done, start_s = not is_first, time.monotonic()
         try:
+            saving = _saving_of(attempt, share)
+            if is_first:
+                saving.begin()
             if shard_name is not None:
                 check_finite(pieces)
-                write_shard(
-                    attempt.temporary,
-                    shard_name,
-                    pieces,
-                    max_file_bytes=attempt.max_file_bytes,
-                    copied=True,
-                    on_bytes=share.count,
-                )
+                saving.write_shard(shard_name, pieces)
             pieces.clear()
-            if is_first and _all_written(attempt, share.abandoned):
+            if is_first and _all_written(attempt, saving, share.abandoned):
                 before_publishing()
-                publish(attempt.temporary, attempt.final, attempt.head)
+                saving.publish()
                 done = True
                 self._published.put((attempt.final, time.monotonic() - start_s))
-        except (CheckpointError, OSError) as error:
+        except (UserError, OSError) as error:
             share.record(str(error))
         except BaseException as error:
             share.record(f"{type(error).__name__}: {error}")
@@ -253,17 +258,61 @@ class AsyncWriter:
             if not done:
                 # all ranks must see the failure before their directory is removed
                 share.abandoned.wait()
-                remove_attempt(attempt)
+                if isinstance(attempt.run_directory, Path):
+                    remove_attempt(attempt)
         if is_first and done and not (self._left is not None and self._left.is_alive()):
             after_publishing()
 
 
-def _all_written(attempt: SaveAttempt, abandoned: threading.Event) -> bool:
+class _Saving(NamedTuple):
+    """The four parts of a save that differ between a file system and an object store."""
+
+    begin: Callable[[], object]
+    write_shard: Callable[[str, list[TensorPiece]], object]
+    present: Callable[[], set[str]]
+    """Function that returns the names of the shards whose reports exist."""
+    publish: Callable[[], object]
+
+
+def _saving_of(attempt: SaveAttempt, share: _Share) -> _Saving:
+    """Return the parts of a save by the place that it goes to."""
+    options: dict[str, Any] = {
+        "max_file_bytes": attempt.max_file_bytes,
+        "on_bytes": share.count,
+    }
+    if isinstance(attempt.run_directory, Path):
+        temporary, final = attempt.temporary, attempt.final
+        assert isinstance(final, Path)
+        return _Saving(
+            begin=lambda: None,  # before the writers start: see `save.begin`
+            write_shard=lambda name, pieces: write_shard(
+                temporary, name, pieces, copied=True, **options
+            ),
+            present=lambda: {
+                path.name.removesuffix(REPORT_SUFFIX)
+                for path in temporary.glob(f"*{REPORT_SUFFIX}")
+            },
+            publish=lambda: publish(temporary, final, attempt.head),
+        )
+    step, name, head = attempt.final, attempt.name, attempt.head
+    assert isinstance(step, StorePath)
+    access = StoreAccess(attempt.upload_timeout_s, share.abandoned.is_set)
+    return _Saving(
+        begin=lambda: save_in_store.begin(step, name, access),
+        write_shard=lambda shard_name, pieces: save_in_store.upload_shard(
+            step, name, shard_name, pieces, access, **options
+        ),
+        present=lambda: save_in_store.reports_present(step, name, access),
+        publish=lambda: save_in_store.publish(step, name, attempt.shard_names, head, access),
+    )
+
+
+def _all_written(attempt: SaveAttempt, saving: _Saving, abandoned: threading.Event) -> bool:
     """Block until the reports of all shards exist. Return False if the attempt was abandoned."""
-    wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
     start_s = time.monotonic()
-    while not wanted <= {path.name for path in attempt.temporary.glob(f"*{REPORT_SUFFIX}")}:
-        if abandoned.wait(next_pause_s(start_s)):
+    shortest_s = 0.0 if isinstance(attempt.run_directory, Path) else STORE_POLL_S
+    while not attempt.shard_names <= saving.present():
+        if abandoned.wait(max(next_pause_s(start_s), shortest_s)):
             return False
     return not abandoned.is_set()
 

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh import Grid
 from meshwright.system.atomic import rename_synced
 from meshwright.system.bounded import open_regular
+from meshwright.system.store import Place, StoreAccess, StoreError, StorePath
 from meshwright.terminal.output import Warn
 
 Found = TypeVar("Found")
@@ -30,9 +31,19 @@ READ_PAUSES_S = 0.1, 0.5, 2.0
 """Seconds between attempts to read after an OSError."""
 
 
-def checkpoints_directory(run_directory: Path) -> Path:
-    """Return the directory of the checkpoints of a run."""
-    return run_directory / "checkpoints"
+@overload
+def checkpoints_directory(run_directory: Path) -> Path: ...
+
+
+@overload
+def checkpoints_directory(run_directory: Place) -> Place: ...
+
+
+def checkpoints_directory(run_directory: Place) -> Place:
+    """Return the directory of the checkpoints of a run; in an object store they lie in the run's
+    own path, which has nothing else.
+    """
+    return run_directory if isinstance(run_directory, StorePath) else run_directory / "checkpoints"
 
 
 def step_name(step: int) -> str:
@@ -40,7 +51,15 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def final_directory(run_directory: Path, step: int) -> Path:
+@overload
+def final_directory(run_directory: Path, step: int) -> Path: ...
+
+
+@overload
+def final_directory(run_directory: Place, step: int) -> Place: ...
+
+
+def final_directory(run_directory: Place, step: int) -> Place:
     """Return the directory of a step's published checkpoint."""
     return checkpoints_directory(run_directory) / step_name(step)
 
@@ -91,18 +110,24 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
     return size, digest.hexdigest()
 
 
-def sha256_of(path: Path) -> str:
-    """Hash a file as it is on the disk now. Raises UnreadableError."""
+def sha256_of(path: Place, size: int) -> str:
+    """Hash a file as it is stored now. Raises UnreadableError. ``size``: its bytes, for an object."""
 
     def read() -> str:
+        if isinstance(path, StorePath):
+            digest = hashlib.sha256()
+            for chunk in StoreAccess().chunks(path, size):
+                digest.update(chunk)
+            return digest.hexdigest()
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     return retried(read, path)
 
 
-def retried(read: Callable[[], Found], path: Path) -> Found:
+def retried(read: Callable[[], Found], path: Place) -> Found:
     """Read, with retries after an OSError: a network file system may recover.
+    Of an object store each request has been retried.
 
     Raises:
         UnreadableError: Every attempt failed; contains the last errno.
@@ -111,6 +136,12 @@ def retried(read: Callable[[], Found], path: Path) -> Found:
         try:
             return read()
         except OSError as error:
+            if isinstance(error, StoreError):
+                raise UnreadableError(
+                    "MW-CHECKPOINT-036",
+                    f"{error.filename}: cannot be read: {error.strerror}. Run the same command again"
+                    " when the store answers",
+                ) from error
             if pause_s is None:
                 raise UnreadableError(
                     "MW-CHECKPOINT-004",

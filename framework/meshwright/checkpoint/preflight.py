@@ -141,7 +141,7 @@ def check_space(
             f"{run_directory} has {free:,} bytes free, and one checkpoint of this run takes"
             f" {one:,}: free {one - free:,} bytes there, or choose a run.directory on another disk",
         )
-    present = sum(size_of_directory(candidate.path) for candidate in newest)
+    present = sum(size_of_directory(directory / candidate.path.name) for candidate in newest)
     needed = (keep_last + 1) * one - present
     if free < needed:
         warn(

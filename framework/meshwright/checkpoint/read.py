@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ from meshwright.checkpoint.files import (
     sha256_of,
     step_name,
 )
+from meshwright.checkpoint.in_store import file_opener, published
 from meshwright.checkpoint.manifest import (
     MANIFEST,
     SUMS,
@@ -33,10 +34,12 @@ from meshwright.checkpoint.manifest import (
     TensorKind,
     render_sums,
 )
+from meshwright.checkpoint.ranges import TensorFile
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.process import map_in_daemon_threads
+from meshwright.system.store import Place, StoreAccess, StorePath
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -44,10 +47,10 @@ class Candidate(NamedTuple):
     """A directory with the name of a checkpoint. ``open_checkpoint`` decides if it is sound."""
 
     step: int
-    path: Path
+    path: Place
 
 
-def find(run_directory: Path) -> list[Candidate]:
+def find(run_directory: Place) -> list[Candidate]:
     """Find all published checkpoints of a run by name, newest first.
     Temporary and set-aside ones are ignored.
 
@@ -57,17 +60,28 @@ def find(run_directory: Path) -> list[Candidate]:
     directory = checkpoints_directory(run_directory)
 
     def read() -> list[Candidate]:
-        found = []
-        for path in directory.iterdir() if directory.is_dir() else ():
-            match = re.fullmatch(r"step-(\d{8,18})", path.name, flags=re.ASCII)
-            if match and path.name == step_name(int(match[1])) and path.is_dir():
-                found.append(Candidate(int(match[1]), path))
+        if isinstance(directory, StorePath):
+            access = StoreAccess()
+            steps = [directory / name for name in access.names(directory) if _step_of(name) >= 0]
+            found = [Candidate(_step_of(path.name), path) for path in published(steps, access)]
+        else:
+            found = [
+                Candidate(_step_of(path.name), path)
+                for path in (directory.iterdir() if directory.is_dir() else ())
+                if _step_of(path.name) >= 0 and path.is_dir()
+            ]
         return sorted(found, reverse=True)
 
     return retried(read, directory)
 
 
-def has_checkpoint(run_directory: Path, above: int = -1) -> bool:
+def _step_of(name: str) -> int:
+    """Return the step of a directory with the name of a checkpoint; -1: it is none."""
+    match = re.fullmatch(r"step-(\d{8,18})", name, flags=re.ASCII)
+    return int(match[1]) if match and name == step_name(int(match[1])) else -1
+
+
+def has_checkpoint(run_directory: Place, above: int = -1) -> bool:
     """Return True if the run has a checkpoint of a step > ``above``,
     or cannot read the directory of them.
     """
@@ -77,7 +91,7 @@ def has_checkpoint(run_directory: Path, above: int = -1) -> bool:
         return True
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
+def open_checkpoint(path: Place) -> CheckpointReader:
     """Open a checkpoint after checking its manifest and the sizes of its files.
     ``verify`` checks the hashes.
 
@@ -86,13 +100,14 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     Raises:
         CheckpointError: Every missing or truncated file.
     """
-    if path.is_symlink():
+    if isinstance(path, Path) and path.is_symlink():
         raise CheckpointError(
             "MW-CHECKPOINT-010",
             f"{path}: is a symbolic link, to {path.readlink()}: give its target",
         )
-    text = _read_small(path / MANIFEST)
-    sums = _read_small(path / SUMS)
+    size_of = _sizes_in(path)
+    text = _read_small(path / MANIFEST, size_of)
+    sums = _read_small(path / SUMS, size_of)
     digest = hashlib.sha256(text).hexdigest()
     if not sums.startswith(digest.encode()):
         raise CheckpointError(
@@ -113,17 +128,20 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         )
     problems = []
     for file, expected in sorted(manifest.files.items()):
-        size = regular_size(path / file)
+        size = size_of(file)
         if size is None:
             problems.append(f"{path / file}: is missing (or no regular file)")
         elif size != expected.size:
             problems.append(f"{path / file}: {size} bytes, the manifest says {expected.size}")
     if problems:
         raise CheckpointError("MW-CHECKPOINT-014", "\n".join(problems))
+    if isinstance(path, StorePath):
+        sizes = {name: file.size for name, file in manifest.files.items()}
+        return CheckpointReader(path, manifest, digest, file_opener(path, sizes, StoreAccess()))
     return CheckpointReader(path, manifest, digest)
 
 
-def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> CheckpointReader | None:
+def newest_valid(run_directory: Place, *, warn: Warn = print_warning) -> CheckpointReader | None:
     """Return the newest checkpoint that verifies, hashes included. For each skipped one,
     warn with the bad file.
 
@@ -136,7 +154,7 @@ def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> Checkpoi
             the run.
     """
 
-    def read(path: Path) -> CheckpointReader:
+    def read(path: Place) -> CheckpointReader:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         return checkpoint
@@ -148,7 +166,7 @@ Found = TypeVar("Found")
 
 
 def first_sound(
-    run_directory: Path, paths: Sequence[Path], read: Callable[[Path], Found], warn: Warn
+    run_directory: Place, paths: Sequence[Place], read: Callable[[Place], Found], warn: Warn
 ) -> Found | None:
     """Return ``read(path)`` of the first checkpoint without a CheckpointError,
     or None if there are no checkpoints.
@@ -183,14 +201,24 @@ def first_sound(
 class CheckpointReader:
     """A published checkpoint, open for reading. Its shards stay memory-mapped until ``close``."""
 
-    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
+    def __init__(
+        self,
+        path: Place,
+        manifest: Manifest,
+        digest: str,
+        open_file: Callable[[str], TensorFile] | None = None,
+    ) -> None:
+        """Hold an open checkpoint. ``open_file``: function that opens the shard file of a name, such
+        as a :class:`~.ranges.RangedFile`; None: it is mapped from ``path``.
+        """
         self.path = path
         self.manifest = manifest
         self.digest = digest
         """sha256 of the manifest, and thereby of all files.
         Two ranks with equal digests read the same checkpoint.
         """
-        self._open: dict[str, Any] = {}
+        self._open_file = self._map_file if open_file is None else open_file
+        self._open: dict[str, TensorFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -238,7 +266,7 @@ class CheckpointReader:
 
     def _damage(self, name: str) -> str | None:
         try:
-            actual = sha256_of(self.path / name)
+            actual = sha256_of(self.path / name, self.manifest.files[name].size)
         except UnreadableError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return "is missing"
@@ -382,14 +410,28 @@ class CheckpointReader:
         assert isinstance(numbers, Tensor)
         return numbers
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu")
+            self._open[name] = self._open_file(name)
         return self._open[name]
 
+    def _map_file(self, name: str) -> TensorFile:
+        mapped: TensorFile = safe_open(str(self.path / name), framework="pt", device="cpu")
+        return mapped
 
-def _read_small(path: Path) -> bytes:
-    size = regular_size(path)
+
+def _sizes_in(path: Place) -> Callable[[str], int | None]:
+    """Return a function that returns the bytes of a checkpoint's file; None: it is missing.
+    Of an object store one listing has all of them.
+    """
+    if isinstance(path, StorePath):
+        found = retried(lambda: StoreAccess().names(path), path)
+        return found.get
+    return lambda name: regular_size(path / name)
+
+
+def _read_small(path: Place, size_of: Callable[[str], int | None]) -> bytes:
+    size = size_of(path.name)
     if size is None:
         raise CheckpointError("MW-CHECKPOINT-021", f"{path}: is missing (or no regular file)")
     if size > MAX_MANIFEST_BYTES:
@@ -397,4 +439,6 @@ def _read_small(path: Path) -> bytes:
             "MW-CHECKPOINT-022",
             f"{path}: {size} bytes, more than the limit of {MAX_MANIFEST_BYTES} for such a file",
         )
+    if isinstance(path, StorePath):
+        return retried(lambda: StoreAccess().read(path, 0, size), path)
     return retried(lambda: read_bytes(path, MAX_MANIFEST_BYTES), path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from meshwright.checkpoint.files import (
     DELETED_SUFFIX,
     as_checkpoint_error,
@@ -11,20 +9,24 @@ from meshwright.checkpoint.files import (
     delete_leftovers,
     remove_directory,
 )
+from meshwright.checkpoint.in_store import delete_step, remove_leftovers
 from meshwright.checkpoint.read import Candidate, find, open_checkpoint
 from meshwright.errors import CheckpointError
+from meshwright.system.store import Place, StoreAccess, StorePath
 from meshwright.terminal.output import Warn, print_warning
 
 
 def prune(
-    run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: Warn = print_warning
+    run_directory: Place, keep_last: int, keep_every: int = 0, *, warn: Warn = print_warning
 ) -> list[Candidate]:
     """Delete all but the newest ``keep_last`` sound checkpoints. Return the deleted ones.
     Only one rank calls it.
 
     A damaged checkpoint never counts as one of the newest. Everything older than the last kept
     checkpoint is deleted, damaged or not. Before any deletion the newest checkpoint is read back
-    and its hashes are verified. If that fails, nothing is deleted and a warning is issued.
+    and its hashes are verified. If that fails, nothing is deleted and a warning is issued. In an
+    object store the sizes alone are compared: reading back would cost as much as a resume, and the
+    store has checked each upload.
 
     Args:
         run_directory: Directory of the run.
@@ -33,7 +35,10 @@ def prune(
         warn: Receives the warnings.
     """
     assert keep_last >= 1 and keep_every >= 0, (keep_last, keep_every)
-    delete_leftovers(checkpoints_directory(run_directory).glob(f".tmp-*{DELETED_SUFFIX}"), warn)
+    if isinstance(run_directory, StorePath):
+        remove_leftovers(run_directory, StoreAccess(), only_deletions=True)
+    else:
+        delete_leftovers(checkpoints_directory(run_directory).glob(f".tmp-*{DELETED_SUFFIX}"), warn)
     sound: list[Candidate] = []
     candidates = find(run_directory)
     for candidate in candidates:
@@ -52,11 +57,15 @@ def prune(
     if not obsolete:
         return []
     try:
-        open_checkpoint(sound[0].path).verify()
+        if not isinstance(run_directory, StorePath):
+            open_checkpoint(sound[0].path).verify()
     except CheckpointError as error:
         warn(f"older checkpoints are kept, as the newest does not verify: {error}")
         return []
     for candidate in obsolete:
+        if isinstance(candidate.path, StorePath):
+            delete_step(candidate.path, StoreAccess())
+            continue
         with as_checkpoint_error(candidate.path):
             remove_directory(candidate.path)
     return obsolete

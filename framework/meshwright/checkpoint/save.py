@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.checkpoint.check import check, parse
@@ -47,6 +47,7 @@ from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system.atomic import make_directory_synced, rename_synced, sync
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.process import versions
+from meshwright.system.store import Place
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -103,27 +104,8 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
         head,
         [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in reports],
     )
-    problems = check(manifest)
-    for name, file in manifest.files.items():
-        size = regular_size(temporary / name)
-        if size != file.size:
-            problems.append(f"file {name}: {file.size} bytes were written, {size} are on the disk")
-    if problems:
-        raise CheckpointError(
-            "MW-CHECKPOINT-024",
-            "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
-            + f"\nnothing is published; the written files stay in {temporary} until the next save",
-        )
-    # as a resume will
-    parse(render(manifest.model_copy(update={"tensors": {}, "files": {}})), str(final / MANIFEST))
-    text = render(manifest)
-    if len(text) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(
-            "MW-CHECKPOINT-032",
-            f"{final.name}: its manifest would have {len(text):,} bytes, more than the"
-            f" {MAX_MANIFEST_BYTES:,} that are read: the ranks write too many boxes. Lower"
-            " parallel.shard_factor",
-        )
+    sizes = {name: regular_size(temporary / name) for name in manifest.files}
+    text = checked_text(manifest, sizes, final, temporary)
     for report in reports:
         report.unlink()
     write_synced(temporary / MANIFEST, [text])
@@ -137,6 +119,38 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     with as_checkpoint_error(final):
         rename_synced(temporary, final)
     return manifest
+
+
+def checked_text(
+    manifest: Manifest, sizes: Mapping[str, int | None], final: Place, written: Place
+) -> bytes:
+    """Return the text of a manifest to publish. ``sizes``: bytes of each file as it is stored.
+
+    Raises:
+        CheckpointError: see :func:`publish`.
+    """
+    problems = check(manifest)
+    for name, file in manifest.files.items():
+        size = sizes.get(name)
+        if size != file.size:
+            problems.append(f"file {name}: {file.size} bytes were written, {size} are on the disk")
+    if problems:
+        raise CheckpointError(
+            "MW-CHECKPOINT-024",
+            "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
+            + f"\nnothing is published; the written files stay in {written} until the next save",
+        )
+    # as a resume will
+    parse(render(manifest.model_copy(update={"tensors": {}, "files": {}})), str(final / MANIFEST))
+    text = render(manifest)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            "MW-CHECKPOINT-032",
+            f"{final.name}: its manifest would have {len(text):,} bytes, more than the"
+            f" {MAX_MANIFEST_BYTES:,} that are read: the ranks write too many boxes. Lower"
+            " parallel.shard_factor",
+        )
+    return text
 
 
 def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:

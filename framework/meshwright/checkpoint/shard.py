@@ -120,12 +120,14 @@ def write_shard(
     Raises:
         CheckpointError: A tensor occurs twice, or its dtype is not supported.
     """
-    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
-    shard = _ShardFiles(temporary, shard_name, max_file_bytes, on_bytes)
-    for piece in pieces:
-        shard.add(piece, copied)
-    shard.flush()
-    report = ShardReport(tensors=shard.tensors, files=shard.files)
+    report = write_files(
+        lambda name, chunks: write_synced(temporary / name, chunks),
+        shard_name,
+        pieces,
+        max_file_bytes=max_file_bytes,
+        copied=copied,
+        on_bytes=on_bytes,
+    )
     partial = temporary / f"{shard_name}.part"
     write_synced(partial, [report.model_dump_json().encode()])
     with as_checkpoint_error(temporary):
@@ -136,15 +138,43 @@ def write_shard(
     return report
 
 
+WriteFile = Callable[[str, Iterable[bytes | memoryview]], tuple[int, str]]
+"""Function that writes a file of a name, and returns its size and the sha256 of its intended bytes."""
+
+
+def write_files(
+    write: WriteFile,
+    shard_name: str,
+    pieces: Iterable[TensorPiece],
+    *,
+    max_file_bytes: int,
+    copied: bool,
+    on_bytes: Callable[[int], None],
+) -> ShardReport:
+    """Write the pieces as ``<shard_name>-00000.safetensors``, ... by ``write``. Return the report,
+    which is not written. The other arguments, and errors, are those of :func:`write_shard`.
+    """
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", shard_name), shard_name
+    shard = _ShardFiles(write, shard_name, max_file_bytes, on_bytes)
+    for piece in pieces:
+        shard.add(piece, copied)
+    shard.flush()
+    return ShardReport(tensors=shard.tensors, files=shard.files)
+
+
 class _ShardFiles:
     """Files of one shard in progress. Pieces are buffered in host memory until they fill a file."""
 
     def __init__(
-        self, temporary: Path, shard_name: str, max_file_bytes: int, on_bytes: Callable[[int], None]
+        self,
+        write: WriteFile,
+        shard_name: str,
+        max_file_bytes: int,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self.tensors: dict[str, TensorEntry] = {}
         self.files: dict[str, FileEntry] = {}
-        self._temporary, self._shard_name = temporary, shard_name
+        self._write, self._shard_name = write, shard_name
         self._max_file_bytes, self._on_bytes = max_file_bytes, on_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -159,7 +189,7 @@ class _ShardFiles:
         if name in self.tensors:
             raise CheckpointError(
                 "MW-CHECKPOINT-027",
-                f"{self._temporary}: shard {self._shard_name} got the tensor {name!r} twice: tied"
+                f"shard {self._shard_name} got the tensor {name!r} twice: tied"
                 " weights are saved once, under the first name of their tie",
             )
         for key, tensor in boxes.items():
@@ -174,7 +204,7 @@ class _ShardFiles:
         """Write the pending pieces as the shard's next file. Blocks until it is on the disk."""
         if self._pending:
             name = self._file_name()
-            size, sha256 = write_safetensors(self._temporary / name, self._pending, self._on_bytes)
+            size, sha256 = self._write(name, safetensors_chunks(self._pending, self._on_bytes))
             self.files[name] = FileEntry(size=size, sha256=sha256)
             self._pending.clear()
             self._pending_bytes = 0
@@ -193,16 +223,19 @@ def write_safetensors(
 
     This replaces ``safetensors.save_file``, so that the bytes are hashed while writing and fsynced.
     """
+    return write_synced(path, safetensors_chunks(tensors, on_bytes))
+
+
+def safetensors_chunks(
+    tensors: Mapping[str, Tensor], on_bytes: Callable[[int], None] = lambda num_bytes: None
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file of contiguous host tensors."""
     header, ordered = lay_out(tensors)
-
-    def chunks() -> Iterator[bytes | memoryview]:
-        yield header
-        for tensor in ordered.values():
-            for part in torch.split(tensor.reshape(-1).view(torch.uint8), BYTES_AT_ONCE):
-                yield part.numpy().data
-                on_bytes(part.numel())
-
-    return write_synced(path, chunks())
+    yield header
+    for tensor in ordered.values():
+        for part in torch.split(tensor.reshape(-1).view(torch.uint8), BYTES_AT_ONCE):
+            yield part.numpy().data
+            on_bytes(part.numel())
 
 
 def lay_out(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Tensor]]:

@@ -212,6 +212,16 @@ def _keep_every(config: RunConfig) -> str | None:
     )
 
 
+def _store(config: RunConfig) -> str | None:
+    names = non_defaults(config.checkpoint, "upload_timeout_s", "most_failed")
+    if config.checkpoint.directory or not names:
+        return None
+    return (
+        f"checkpoint.{names[0]} has no effect without an object store: leave it out, or choose one"
+        " by checkpoint.directory"
+    )
+
+
 def _most_skipped(config: RunConfig) -> str | None:
     most = config.watch.most_skipped
     if config.watch.on_nonfinite == "skip" or not non_defaults(config.watch, "most_skipped"):
@@ -447,6 +457,11 @@ RULES = (
         ("pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave"),
     ),
     Rule("MW-CONFIG-049", _keep_every, ("checkpoint.keep_every", "checkpoint.every")),
+    Rule(
+        "MW-CONFIG-111",
+        _store,
+        ("checkpoint.directory", "checkpoint.upload_timeout_s", "checkpoint.most_failed"),
+    ),
     Rule("MW-CONFIG-050", _most_skipped, ("watch.most_skipped", "watch.on_nonfinite")),
     Rule("MW-CONFIG-110", _mirror, ("watch.mirror", "launch.max_restarts")),
     Rule("MW-CONFIG-051", _warmup, ("optimizer.warmup_steps", "train.steps")),

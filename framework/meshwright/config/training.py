@@ -222,8 +222,20 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    """Times of saving. Resuming needs no key: the same command again continues the run."""
+    """Times and place of saving. Resuming needs no key: the same command again continues the run."""
 
+    directory: str = Field(
+        default="",
+        max_length=1024,
+        pattern=(
+            r"^((s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_.=+,-]+)*/?"
+            r"|file://(/[A-Za-z0-9_.=+,-]+)+/?)?$"
+        ),
+        description='the path in an object store, such as "s3://bucket/prefix"',
+    )
+    """Path in an object store for the checkpoints, which lie in ``directory``/``run.name`` there;
+    docs/checkpoints.md. "": in the run's directory.
+    """
     every: Steps = 0
     """Steps between checkpoints; 0: none by the count of steps."""
     every_minutes: float = Field(default=30.0, ge=0, le=10**6)
@@ -243,6 +255,14 @@ class Checkpoint(Section):
     on_failure: Literal["warn", "fail"] = "warn"
     """After a failed save (a full disk): warn and continue, or end the run.
     A failed first or last save ends it.
+    """
+    upload_timeout_s: float = Field(default=300.0, gt=0, le=10**6)
+    """Longest time for one file of a save to an object store, with all tries. Then that save is
+    given up, and the run continues.
+    """
+    most_failed: Length = 5
+    """Maximal number of consecutive saves to an object store that fail, the first one included; one
+    more ends the run.
     """
 
 

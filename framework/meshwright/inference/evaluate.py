@@ -33,6 +33,7 @@ from meshwright.run.directory import METRICS
 from meshwright.run.observers import TotalLoss, mean_of_sets, set_loss_name, total_loss
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
+from meshwright.system.store import Place, StorePath
 from meshwright.terminal.format import format_duration
 from meshwright.terminal.output import print_lines, tell
 from meshwright.tracking.jsonl import read_records
@@ -282,11 +283,13 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
     return config
 
 
-def logged_loss(run: Path, step: int, name: str = "") -> float | None:
+def logged_loss(run: Place, step: int, name: str = "") -> float | None:
     """Return the validation loss that the run has logged for this step, or None.
 
     ``name``: that of the validation set, of several.
     """
+    if isinstance(run, StorePath):  # records stay on a file system
+        return None
     try:
         records = [record for record in read_records(run / METRICS) if record.step == step]
     except DataError:

@@ -20,7 +20,7 @@ from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
 from meshwright.blueprint import Blueprint
 from meshwright.build import make_stage, pick_loss
-from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
+from meshwright.checkpoint import CheckpointReader, TensorKind, open_checkpoint
 from meshwright.config import (
     Launch,
     Parallel,
@@ -44,9 +44,11 @@ from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss
 from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
+from meshwright.run.places import find_in, saved_places
 from meshwright.run.resume import newest_sound
 from meshwright.run.trust import changed_keys, check_trusted
 from meshwright.schedule.analysis import links_of
+from meshwright.system.store import Place, StorePath
 from meshwright.terminal.output import print_warning
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
@@ -63,9 +65,9 @@ ONLY_TRAINING = ("optimizer", "loss_scale", "checkpoint", "watch", "tracking")
 class ModelLocation(NamedTuple):
     """Location of a trained model."""
 
-    run: Path
-    """Directory of the run, or of the checkpoint alone."""
-    checkpoints: tuple[Path, ...]
+    run: Place
+    """Directory of the run, or of the checkpoint alone; or a path in an object store."""
+    checkpoints: tuple[Place, ...]
     """Candidates, newest first; the first sound one is used."""
     saved: dict[str, Any]
     """Configuration of the training."""
@@ -75,7 +77,7 @@ class ModelLocation(NamedTuple):
     """Kind of tensors to read as the weights: a callback's state, such as "ema"."""
 
 
-def locate(place: Path, step: int | None) -> ModelLocation:
+def locate(place: Place, step: int | None) -> ModelLocation:
     """Locate a run's checkpoints, only the one of ``step`` if given;
     ``place`` may also be a checkpoint itself.
 
@@ -91,14 +93,18 @@ def locate(place: Path, step: int | None) -> ModelLocation:
                 f"{place} is the checkpoint of step {manifest.step}, not of --step={step}",
             )
         return ModelLocation(place, (place,), dict(manifest.config), str(place / "manifest.json"))
-    run = find_run(place)
-    found = find(run)
+    run = place if isinstance(place, StorePath) else find_run(place)
+    found = find_in(saved_places(run))
     if not found:
         raise CheckpointError(
             "MW-INFERENCE-009",
             f"{run} has no checkpoint yet: let it train to its first (checkpoint.every)",
         )
+    if step is None and isinstance(run, StorePath):  # which has no file besides checkpoints
+        newest = locate(found[0].path, None)
+        return newest._replace(run=run, checkpoints=tuple(each.path for each in found))
     if step is None:
+        assert isinstance(run, Path)
         saved = read_resolved(run / RESOLVED).model_dump(mode="json")
         return ModelLocation(run, tuple(each.path for each in found), saved, str(run / RESOLVED))
     for each in found:

@@ -23,6 +23,7 @@ from pydantic import (
 from meshwright.config import Run, given_keys
 from meshwright.errors import ConfigError, DataError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, read_text, real_path
+from meshwright.system.store import Place
 from meshwright.terminal.output import abridge
 
 RESOLVED = "resolved.json"
@@ -134,7 +135,7 @@ def is_run(place: Path) -> bool:
     return (place / RESOLVED).is_file()
 
 
-def is_checkpoint(place: Path) -> bool:
+def is_checkpoint(place: Place) -> bool:
     """Return True for a checkpoint, in a run or copied out of one."""
     return (place / MANIFEST).is_file()
 
@@ -167,6 +168,11 @@ def _not_a_run(place: Path) -> str:
     """Return the error message for a path that is not a run, with the next move."""
     if place.suffix == ".toml" and place.is_file():
         return f"{place} is a configuration, not a run: {_run_of(place)}"
+    if re.match(r"\w+:/", str(place)):
+        return (
+            f"{place} is in an object store, which has the checkpoints of a run alone: name the run's"
+            " directory, on a file system"
+        )
     if not place.exists():
         return f"{place} does not exist: {_runs_near(place)}"
     if not place.is_dir():

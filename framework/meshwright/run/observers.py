@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint import has_checkpoint
 from meshwright.config import Data
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.model.metrics import means, model_metrics
@@ -267,9 +266,7 @@ class Checkpoints(Observer):
             saver.finish(retention=False)
         if saver.saved_step == parts.state.step:
             return "it is saved"
-        if parts.mesh.world.gather_objects(
-            parts.mesh.rank == 0 and has_checkpoint(saver.directory)
-        )[0]:
+        if saver.has_checkpoint(above=-1):
             return "it could not be saved, the last checkpoint remains"
         return "it could not be saved, and there is no other checkpoint"
 

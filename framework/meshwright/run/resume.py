@@ -16,7 +16,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space
 from meshwright.config import LossScaling, batch_numbers, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
-from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.mesh import Mesh, environment_rank
 from meshwright.optimizer import MAX_SCALE, LossScale, first_scale, saved_states_of
 from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
@@ -24,6 +24,7 @@ from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
 from meshwright.run.mirror_read import open_newest_mirror
 from meshwright.run.pieces import saved_running
+from meshwright.run.places import check_store, find_own, store_of
 from meshwright.run.tensors import (
     STOP_REASON,
     checkpoint_metadata,
@@ -32,6 +33,7 @@ from meshwright.run.tensors import (
     saved_tensors,
     take_states,
 )
+from meshwright.system.store import Place, StorePath
 from meshwright.terminal.output import Warn, print_warning
 
 _DROPPED = "the state {} of a callback that does not run now: the next checkpoint will not have it"
@@ -57,6 +59,9 @@ def prepare(
     )
     check_manifest(checkpoint_metadata(config, at_end, data_fingerprint), saved_tensors(blueprint))
     _check_space(blueprint, make_directory(config.run), 0, warn)
+    store = store_of(config)
+    if store is not None and environment_rank()[0] == 0:
+        check_store(store)
 
 
 def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning) -> None:
@@ -88,6 +93,8 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
     states per weight that callbacks have added.
     """
     config = blueprint.config
+    if config.checkpoint.directory:  # in an object store
+        return
     check_space(
         directory,
         checkpoint_size(blueprint, num_added),
@@ -117,10 +124,21 @@ def resume(
     """
     mesh = parts.mesh
     mirrored = None if mirror is None else open_newest_mirror(mirror, mesh, log)
+    try:
+        own = _find_own(parts, directory)
+    except UnreadableError as error:
+        if mirrored is None or not parts.config.checkpoint.directory:
+            raise
+        log(f"checkpoints of the mirror's step and later are left out: {error}")
+        own = []
+    path: Place | None
     if mirrored is None:
-        path = newest_sound(directory, mesh)
+        place = store_of(parts.config) or directory
+        path = newest_sound(place, mesh, only=[each.path for each in own])
     else:
-        path = _checkpoint_from(mirrored.reader.manifest.step, directory, mesh)
+        step = mirrored.reader.manifest.step
+        later = [each.path for each in own if each.step >= step]
+        path = _checkpoint_from(later, directory, mesh)
     if mirrored is not None and path is None:
         with mirrored.reader as checkpoint:
             _restore_from(checkpoint, parts, log, callbacks, mirrored.fetch)
@@ -133,15 +151,38 @@ def resume(
     return True
 
 
-def _checkpoint_from(step: int, directory: Path, mesh: Mesh) -> Path | None:
-    """Return the newest sound checkpoint of this step or a later one; None: there is none.
-    Collective over all ranks; blocks.
+def _find_own(parts: Parts, directory: Path) -> list[checkpoints.Candidate]:
+    """Return the checkpoints to resume from, newest first, as rank 0 finds them: a listing is a
+    request of a store. Collective over all ranks; blocks.
+
+    Raises:
+        CheckpointError: on every rank; see :func:`~.places.find_own`.
+    """
+    found: list[checkpoints.Candidate] = []
+    problem, is_unreadable = None, False
+    if parts.mesh.rank == 0:
+        try:
+            found = find_own(parts.config, directory)
+        except CheckpointError as error:
+            problem, is_unreadable = error.message, isinstance(error, UnreadableError)
+    kinds = (checkpoints.Candidate, StorePath)
+    problem, is_unreadable, found = parts.mesh.world.gather_objects(
+        (problem, is_unreadable, found), *kinds
+    )[0]
+    if problem is not None and is_unreadable:
+        raise UnreadableError("MW-RUN-068", problem)
+    if problem is not None:
+        raise CheckpointError("MW-RUN-066", problem)
+    return found
+
+
+def _checkpoint_from(paths: Sequence[Place], directory: Path, mesh: Mesh) -> Place | None:
+    """Return the newest sound one of the checkpoints of the mirror's step and of later ones; None:
+    there is none. Collective over all ranks; blocks.
 
     A rank may have died after its step was saved, and before it was mirrored. The step could not be
     saved again: a checkpoint is never overwritten.
     """
-    own = [each.path for each in checkpoints.find(directory) if each.step >= step]
-    paths: list[Path] = mesh.world.gather_objects(own)[0]
     if not paths:
         return None
     try:
@@ -306,8 +347,8 @@ def record_start(
 
 
 def newest_sound(
-    directory: Path, mesh: Mesh, warn: Warn = print_warning, only: Sequence[Path] | None = None
-) -> Path | None:
+    directory: Place, mesh: Mesh, warn: Warn = print_warning, only: Sequence[Place] | None = None
+) -> Place | None:
     """Return the newest checkpoint that verifies, or None without any. Collective:
     each rank hashes some of the files.
 
@@ -319,7 +360,7 @@ def newest_sound(
         CheckpointError: on every rank; there are some, and none verifies.
     """
 
-    def verify(path: Path) -> Path:
+    def verify(path: Place) -> Place:
         problem, digest, unreadable = None, "", False
         try:
             checkpoint = checkpoints.open_checkpoint(path)
@@ -343,7 +384,7 @@ def newest_sound(
         return path
 
     own = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
-    paths: list[Path] = mesh.world.gather_objects(own)[0]
+    paths: list[Place] = mesh.world.gather_objects(own, StorePath)[0]
     return checkpoints.first_sound(
         directory, paths, verify, warn if mesh.rank == 0 else lambda message: None
     )

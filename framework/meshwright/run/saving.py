@@ -30,12 +30,15 @@ from meshwright.checkpoint import (
     shard_name,
 )
 from meshwright.checkpoint.async_writer import next_pause_s
+from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
 from meshwright.run.pieces import saved_pieces
+from meshwright.run.places import store_of
 from meshwright.run.tensors import agree_on_states, checkpoint_metadata
+from meshwright.system.store import Place
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
@@ -67,6 +70,9 @@ class Saver:
         """
         self.parts = parts
         self.directory = directory
+        self._store = store_of(parts.config)
+        self._num_failed = 0
+        """Saves to the store that have failed since one succeeded; the same on all ranks."""
         self._files = files
         self._log = log
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
@@ -87,6 +93,7 @@ class Saver:
         self.saved_step: int | None = None
         """Last step whose checkpoint is known to be published; the same on all ranks."""
         self._save_s: float | None = None
+        self._first_step = parts.state.step
         self._begun_s = time.monotonic()
         """Time of the last save's beginning; at first that of this start."""
         self._is_overdue = parts.is_from_memory
@@ -106,7 +113,8 @@ class Saver:
                 checkpoint yet.
         """
         parts, mesh = self.parts, self.parts.mesh
-        self.finish(retention=not is_urgent)
+        # a store deletes meanwhile: this save waits for no request of the one before
+        self.finish(retention=not is_urgent and self._store is None)
         self.writer.leave()
         self._begun_s, self._is_overdue = time.monotonic(), False
         base, states, step = fingerprint(parts), agree_on_states(parts), parts.state.step
@@ -125,8 +133,14 @@ class Saver:
             parts.config, parts.state, parts.data_fingerprint, base, reason, states
         )
         names = [shard_name(mesh.grid, rank) for rank in range(mesh.grid.size)]
-        self._attempt = SaveAttempt(self.directory, head, result.attempt, frozenset(names))
         checkpoint = parts.config.checkpoint
+        self._attempt = SaveAttempt(
+            self.place,
+            head,
+            result.attempt,
+            frozenset(names),
+            upload_timeout_s=checkpoint.upload_timeout_s,
+        )
         if mesh.rank == 0:  # its writer thread alone syncs and publishes
             self._unsynced += parts.written_files
         parts.written_files.clear()
@@ -140,6 +154,11 @@ class Saver:
         )
         if not checkpoint.asynchronous:
             self.finish()
+
+    @property
+    def place(self) -> Place:
+        """The run's directory, or the path of its checkpoints in an object store."""
+        return self.directory if self._store is None else self._store
 
     def _host_pieces(self) -> list[TensorPiece]:
         """Return this rank's pieces in host memory, which no step changes until they are written."""
@@ -176,7 +195,7 @@ class Saver:
             if problems:
                 self._give_up(attempt, problems)
             else:
-                self.saved_step = attempt.head.step
+                self.saved_step, self._num_failed = attempt.head.step, 0
             self._attempt = None
         self._report_published()
         if retention:
@@ -184,7 +203,7 @@ class Saver:
             self._wait(lambda: writer.is_idle(limit_s), to_the_end=True)
             if writer.leave():
                 self._warn(
-                    f"old files in {self.directory}/checkpoints are still being deleted after"
+                    f"old files in {checkpoints_directory(self.place)} are still being deleted after"
                     f" {limit_s:g} s (launch.timeout_s): check its file system. The run continues,"
                     " and deletes no others until then"
                 )
@@ -217,9 +236,10 @@ class Saver:
         self.finish()
         step = self.parts.state.step
         for _ in range(LAST_TRIES):
-            if not self._are_files_lost():
+            if self._are_files_lost():
+                self.recover()
+            elif self._store is None or self.saved_step == step:
                 break
-            self.recover()
             if self.saved_step != step:
                 self.start()
                 self.finish()
@@ -249,7 +269,8 @@ class Saver:
             self._stop(recovery)
         self._warn(recovery.message)
         if recovery.is_new:
-            self.saved_step = None
+            if self._store is None:
+                self.saved_step = None
             reopen_outputs(self.directory)
 
     def _stop(self, recovery: Recovery) -> None:
@@ -287,6 +308,8 @@ class Saver:
             return _BeginResult(
                 attempt, f"{self.directory} is gone, or another run's", is_transient=True
             )
+        if self._store is not None:  # the writer's thread begins: no step waits for a store
+            return _BeginResult(attempt)
         try:
             begin(self.directory, step, attempt, warn=self._warn)
         except CheckpointError as error:
@@ -317,7 +340,12 @@ class Saver:
         before, start_s = -1.0, time.monotonic()
         since_s = start_s
         while True:
-            stuck = time.monotonic() - since_s > limit_s and not self.writer.is_share_done()
+            # uploads have deadlines of their own, and their failure need not end the run
+            stuck = (
+                self._store is None
+                and time.monotonic() - since_s > limit_s
+                and not self.writer.is_share_done()
+            )
             own = [not done(), self.writer.failed(), stuck, self.writer.written_bytes]
             total = torch.tensor(own, dtype=torch.float64, device=mesh.device)
             mesh.world.all_reduce(total).wait()
@@ -327,7 +355,7 @@ class Saver:
             if stuck_ranks:
                 raise CheckpointError(
                     "MW-RUN-023",
-                    f"a checkpoint is being written to {self.directory}, and no byte of it has been"
+                    f"a checkpoint is being written to {self.place}, and no byte of it has been"
                     f" written for {limit_s:g} s (launch.timeout_s): check its file system. Earlier"
                     " checkpoints are unchanged",
                 )
@@ -348,7 +376,9 @@ class Saver:
     def _give_up(self, attempt: SaveAttempt, problems: list[str]) -> None:
         self._attempt = None
         self.writer.abandon()
-        if self.parts.config.checkpoint.on_failure == "fail" or not self._has_checkpoint():
+        if self._store is not None:
+            self._num_failed += 1
+        elif self.parts.config.checkpoint.on_failure == "fail" or not self.has_checkpoint():
             self.writer.end()  # removes the written files before this process ends
         self._report_failure(attempt.head.step, problems)
 
@@ -361,25 +391,33 @@ class Saver:
                 f"{text}\n  the run's directory is lost: the next step restores it, or ends the run"
             )
             return
-        if not self._has_checkpoint():
+        checkpoint = self.parts.config.checkpoint
+        if self._store is not None and self._num_failed > checkpoint.most_failed:
+            raise CheckpointError(
+                "MW-RUN-067",
+                f"{text}\nthe run ends: {self._num_failed} saves in a row have failed, and"
+                f" checkpoint.most_failed = {checkpoint.most_failed}. The same command resumes from"
+                " the last checkpoint",
+            )
+        if self._store is None and not self.has_checkpoint():
             raise CheckpointError(
                 "MW-RUN-024",
                 f"{text}\nthe run ends, whatever checkpoint.on_failure is: it has no checkpoint"
                 " yet, and all further steps would be lost with it. Fix this, and start it again",
             )
-        if self.parts.config.checkpoint.on_failure == "fail":
+        if checkpoint.on_failure == "fail":
             raise CheckpointError(
                 "MW-RUN-025", f'{text}\nthe run ends, as checkpoint.on_failure = "fail"'
             )
         self._warn(f"{text}\n  the run continues; earlier checkpoints are unchanged")
 
-    def _has_checkpoint(self) -> bool:
-        """Return True if the run has a checkpoint of a step > 0 (0: an imported model).
-        Collective over all ranks.
+    def has_checkpoint(self, above: int = 0) -> bool:
+        """Return True if the run has a checkpoint of a step > ``above`` (0: an imported model).
+        Collective over all ranks. Of a store what this start has read and saved counts.
         """
-        if self.saved_step is not None:
-            return True
-        own = self.parts.mesh.rank == 0 and has_checkpoint(self.directory, above=0)
+        if self.saved_step is not None or self._store is not None:
+            return self.saved_step is not None or self._first_step > above
+        own = self.parts.mesh.rank == 0 and has_checkpoint(self.directory, above)
         return bool(self.parts.mesh.world.gather_objects(own)[0])
 
     def _report_published(self) -> None:
@@ -399,6 +437,6 @@ class Saver:
         An error is only a warning.
         """
         try:
-            prune(self.directory, keep_last, keep_every, warn=self._warn)
+            prune(self.place, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:
             self._warn(f"older checkpoints could not be deleted: {error}")

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint
-from meshwright.checkpoint import find
 from meshwright.checkpoint.boxes import local_boxes
 from meshwright.checkpoint.check import intersection
 from meshwright.config import RunConfig
@@ -31,6 +30,7 @@ from meshwright.parts import Parts
 from meshwright.run.base import check_base_of
 from meshwright.run.directory import START
 from meshwright.run.pieces import saved_running
+from meshwright.run.places import find_own
 from meshwright.run.resume import newest_sound, resume
 from meshwright.run.start_account import (
     StartAccount,
@@ -50,6 +50,7 @@ from meshwright.run.weight_source import (
 )
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
+from meshwright.system.store import Place, parse_place
 
 
 class StartedFrom(BaseModel):
@@ -80,7 +81,7 @@ def check_start(blueprint: Blueprint, directory: Path) -> None:
         UserError: a source cannot be opened, or the account names tensors without an origin.
     """
     config = blueprint.config
-    if not config.run.start or find(directory):
+    if not config.run.start or find_own(config, directory):
         return
     earlier = _earlier(directory)
     sources = []
@@ -95,7 +96,7 @@ def check_start(blueprint: Blueprint, directory: Path) -> None:
     make_account(config, list(saved_tensors(blueprint)), sources)
 
 
-def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
+def _candidates(given: str, place: str, directory: Path) -> list[Place] | None:
     """Return the checkpoints of a source, newest first; None: it is no run or checkpoint.
 
     Args:
@@ -105,7 +106,7 @@ def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
     Raises:
         CheckpointError: there is none, or that of the earlier start is gone.
     """
-    if place != given and not Path(place).is_dir():
+    if place != given and not parse_place(place).is_dir():
         raise CheckpointError(
             "MW-RUN-060",
             f"{place}, the weights that this run has started from ({directory / START}), is gone:"
@@ -114,7 +115,7 @@ def _candidates(given: str, place: str, directory: Path) -> list[Path] | None:
     return candidates_of(place)
 
 
-def _first_open(candidates: Sequence[Path]) -> WeightSource:
+def _first_open(candidates: Sequence[Place]) -> WeightSource:
     """Open the first checkpoint that is whole; the ranks verify its hashes."""
     problems = []
     for path in candidates:
@@ -249,7 +250,9 @@ def _open_one(
     is_checkpoint = source is None
     if source is None:
         assert candidates is not None
-        path = newest_sound(candidates[0].absolute().parents[1], mesh, only=candidates)
+        first = candidates[0]
+        run = first.absolute().parents[1] if isinstance(first, Path) else first.parent
+        path = newest_sound(run, mesh, only=candidates)
         assert path is not None
         source = open_run_weights(path)
     digests: list[str] = mesh.world.gather_objects(source.digest)

@@ -4,6 +4,7 @@ such as a model or adapter of Hugging Face.
     runs/base               newest sound checkpoint of a run
     runs/base@9000          its checkpoint of step 9000
     .../step-00009000       a checkpoint
+    s3://bucket/runs/base   any of these in an object store
     models/Llama-3.1-8B     a directory that a scheme of ``config/schemes.py`` reads
 
 A source has names, global shapes and boxes of numbers. It has no layout, and nothing in it is run.
@@ -19,13 +20,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from meshwright.adapters.fingerprint import FINGERPRINT
-from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
+from meshwright.checkpoint import CheckpointReader, TensorKind, open_checkpoint
 from meshwright.config import Model
 from meshwright.config.functions import current_name
 from meshwright.config.schemes import is_scheme
 from meshwright.errors import CheckpointError
 from meshwright.model.builder import call_scheme
 from meshwright.run.directory import AT_STEP, is_checkpoint, is_run
+from meshwright.run.places import find_in, saved_places
+from meshwright.system.store import Place, StorePath, parse_place
 
 Shape = tuple[int, ...]
 
@@ -62,27 +65,31 @@ class WeightSource(NamedTuple):
     """Further lines of the account."""
 
 
-def candidates_of(given: str) -> list[Path] | None:
+def candidates_of(given: str) -> list[Place] | None:
     """Return the checkpoints that a value of ``run.start`` names, newest first;
     None: it names no run or checkpoint.
 
     Raises:
         CheckpointError: a run without a checkpoint, or without the one of the step.
     """
-    place = _path(given)
+    at_step = AT_STEP.fullmatch(given)
+    if at_step is not None and ("://" in given or not _path(given).exists()):
+        return [_checkpoint_of_step(_place(at_step["run"]), int(at_step["step"]))]
+    place = _place(given)
     if is_checkpoint(place):
         return [place]
-    at_step = AT_STEP.fullmatch(given)
-    if at_step is not None and not place.exists():
-        return [_checkpoint_of_step(_path(at_step["run"]), int(at_step["step"]))]
-    found = [each.path for each in find(place)]
-    if not found and is_run(place):
+    found = [each.path for each in find_in(saved_places(place))]
+    if not found and (isinstance(place, StorePath) or is_run(place)):
         raise CheckpointError(
             "MW-RUN-042",
             f'run.start = "{given}": this run has no checkpoint yet: let it train to its first'
             " (checkpoint.every)",
         )
     return found or None
+
+
+def _place(given: str) -> Place:
+    return parse_place(given) if "://" in given else _path(given)
 
 
 def _path(given: str) -> Path:
@@ -94,8 +101,8 @@ def _path(given: str) -> Path:
         ) from None
 
 
-def _checkpoint_of_step(run: Path, step: int) -> Path:
-    found = find(run)
+def _checkpoint_of_step(run: Place, step: int) -> Place:
+    found = find_in(saved_places(run))
     for each in found:
         if each.step == step:
             return each.path
@@ -106,7 +113,7 @@ def _checkpoint_of_step(run: Path, step: int) -> Path:
     )
 
 
-def open_run_weights(path: Path) -> WeightSource:
+def open_run_weights(path: Place) -> WeightSource:
     """Open the weights of a checkpoint: float32 masters where it has some.
 
     Raises:

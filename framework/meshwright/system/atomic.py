@@ -23,6 +23,7 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import kind_of, real_path
+from meshwright.system.store import check_local
 
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 """errno values of a directory that this process cannot have made,
@@ -183,6 +184,7 @@ def check_place(out: Path, *, folder: bool, example: str, option: str = "--out")
         ConfigError: it has the wrong type, lies below a file, or is not writable.
         OSError: its name is too long.
     """
+    check_local(out, option)
     if out.exists() and out.is_dir() != folder:
         there, wanted = ("a file", "folder") if folder else ("a folder", "file")
         near = out.with_name(f"{out.stem}-{example}") if folder else out / example

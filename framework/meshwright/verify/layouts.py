@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import RunConfig
+from meshwright.config import Checkpoint, RunConfig
 from meshwright.config.combinations.apply import with_layout
 from meshwright.config.combinations.features import Traits, features_of
 from meshwright.config.combinations.layout import Layout, layout_of
@@ -34,7 +34,7 @@ def layout_config(
     config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu"
 ) -> RunConfig:
     """Return the configuration of a layout and precision, on ``global_batch`` samples,
-    without ``torch.compile``.
+    without ``torch.compile`` and an object store.
 
     A batch-size ramp stays if it leads to ``global_batch`` samples.
 
@@ -44,6 +44,7 @@ def layout_config(
     """
     plain = config.replace(
         loss_scale=FLOAT16_SCALE if dtype == "float16" else {},
+        checkpoint=Checkpoint().model_dump(),  # not in the store of a run
         train={
             "dtype": dtype,
             "device": device,

@@ -17,6 +17,7 @@ from meshwright.errors import UserError
 from meshwright.system.atomic import check_place
 from meshwright.system.bounded import abridge_words, shortened
 from meshwright.system.numbers import MAX_INT64, MAX_RANKS, whole_number
+from meshwright.system.store import Place, parse_place
 from meshwright.terminal.output import visible
 
 WIDTH = 100
@@ -176,12 +177,23 @@ def run_or_checkpoint(parser: argparse.ArgumentParser, *, has_step: bool = False
     and with ``has_step`` the option ``--step``.
     """
     parser.add_argument(
-        "place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*"
+        "place",
+        type=place,
+        metavar="RUN",
+        help="a run directory or one of its checkpoints/step-*, or either in an object store",
     )
     if has_step:
         parser.add_argument(
             "--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step"
         )
+
+
+def place(text: str) -> Place:
+    """Return the path of a run or checkpoint, on a file system or in an object store."""
+    try:
+        return parse_place(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def trust_code(parser: argparse.ArgumentParser) -> None:

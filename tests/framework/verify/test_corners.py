@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import RunConfig, parse
+from meshwright.config import Checkpoint, RunConfig, parse
 from meshwright.verify import default_layouts, layout_config, parse_layout, traits_of
 from meshwright.verify.layouts import own_layout
 from meshwright.verify.rank import merge, run_layout
@@ -272,3 +272,11 @@ def test_bfloat16_keeps_its_bar(layout: str, pool: RankPool) -> None:
         dtype="bfloat16",
         twice=True,
     )
+
+
+def test_a_check_saves_to_no_object_store() -> None:
+    """Its checkpoints in the middle go to a temporary folder, and not among those of the run."""
+    config = RunConfig.model_validate(
+        {"checkpoint": {"directory": "s3://bucket/prefix", "upload_timeout_s": 9.0, "every": 5}}
+    )
+    assert layout_config(config, parse_layout("dp2"), 8, "float64").checkpoint == Checkpoint()

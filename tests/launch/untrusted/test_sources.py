@@ -146,6 +146,7 @@ READERS = {
     ),
     "tools/meshwright_interop/configs/convert.py": "written as a file, and not built",
     "tools/meshwright_plan/report/run.py": "shown, and not built",
+    "framework/meshwright/run/places.py": "the path of its checkpoints in an object store, checked",
     "framework/meshwright/verify/rank.py": (
         "the configuration of a command line, from the process that forked the rank"
     ),

@@ -15,6 +15,7 @@ from meshwright_launch.arguments.common import (
     count,
     output,
     parse_count_from_0,
+    place,
     rank_count,
     run_or_checkpoint,
     size,
@@ -100,9 +101,12 @@ def convert(added: Added) -> None:
     )
     parser.add_argument(
         "place",
-        type=Path,
+        type=place,
         metavar="RUN",
-        help="with --from the new run directory; with --to a run, or one of its checkpoints/step-*",
+        help=(
+            "with --from the new run directory; with --to a run or one of its checkpoints/step-*, or"
+            " either in an object store"
+        ),
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
@@ -117,7 +121,7 @@ def convert(added: Added) -> None:
     )
     parser.add_argument(
         "--base",
-        type=Path,
+        type=place,
         metavar="RUN",
         help=(
             "with --from peft: a run of a model of meshwright's, such as an import, whose linears"

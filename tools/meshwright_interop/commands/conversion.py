@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.system.store import Place, check_local
 from meshwright.terminal.format import format_duration, format_size
 from meshwright.terminal.output import put, tell
 from meshwright_interop.commands.files import table_of_files
@@ -69,7 +70,7 @@ def _unreadable_paths_as_errors() -> Iterator[None]:
 
 @_unreadable_paths_as_errors()
 def convert(
-    run: Path,
+    run: Place,
     source: Sequence[str] | None,
     target: Sequence[str] | None,
     overrides: Sequence[str],
@@ -90,7 +91,11 @@ def convert(
             "MW-LAUNCH-010",
             f"{form!r} is not a known format of models: give hf, for Hugging Face; or peft",
         )
+    if target is not None:
+        check_local(path, "--to")
     if source is not None:
+        check_local(run, "RUN")
+        assert isinstance(run, Path)
         only_export = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
         unused = [name for name, value in only_export.items() if value is not None]
         if unused:
@@ -141,7 +146,7 @@ def convert(
 
 @_unreadable_paths_as_errors()
 def convert_onto(
-    base: Path, run: Path, source: Sequence[str] | None, overrides: Sequence[str]
+    base: Place, run: Place, source: Sequence[str] | None, overrides: Sequence[str]
 ) -> str:
     """Import peft's adapters into ``run``, onto the weights of the run ``base``,
     and return a summary.
@@ -153,6 +158,8 @@ def convert_onto(
         raise ConfigError(
             "MW-LAUNCH-084", f"--base {base} is a run for --from peft PATH, whose adapters it gets"
         )
+    check_local(run, "RUN")
+    assert isinstance(run, Path)
     return summarise_adapters(
         source[1], run, import_adapters(Path(source[1]), run, partial(base_of_run, base), overrides)
     )

@@ -29,8 +29,14 @@ from meshwright.config.sections import Adapter
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.parameters import DTYPES, ParameterInfo
+from meshwright.system.store import Place
 from meshwright_interop.huggingface.destination import check_output_directory, published_directory
-from meshwright_interop.huggingface.export import ExportPlan, ExportResult, open_verified
+from meshwright_interop.huggingface.export import (
+    ExportPlan,
+    ExportResult,
+    local_place,
+    open_verified,
+)
 from meshwright_interop.huggingface.files import write_json
 from meshwright_interop.huggingface.rules import TensorMapping
 from meshwright_interop.huggingface.writing import DTYPE_NAMES, narrowed, parse_dtype
@@ -83,7 +89,7 @@ def read_factor(checkpoint: CheckpointReader, name: str) -> Tensor:
 
 
 def export_adapter(
-    plan_export: PlanExport, source: Path, out: Path, *, dtype: str | None = None
+    plan_export: PlanExport, source: Place, out: Path, *, dtype: str | None = None
 ) -> ExportResult:
     """Export the adapters of a checkpoint as a directory that peft loads.
 
@@ -103,7 +109,7 @@ def export_adapter(
     with open_verified(source) as checkpoint:
         targets = targets_of(checkpoint)
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
-        plan = plan_export(config, checkpoint.path)
+        plan = plan_export(config, local_place(checkpoint.path, config))
         rules = {rule.ours: rule for rule in plan.rules}
         model = model_of(config)
         base = BaseWeights(checkpoint, config, model) if config.adapter.dora else None

@@ -19,6 +19,9 @@ from meshwright.checkpoint import CheckpointReader, newest_valid, open_checkpoin
 from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.config import RunConfig, parse
 from meshwright.errors import CheckpointError
+from meshwright.run.directory import is_checkpoint, run_directory
+from meshwright.run.places import saved_places
+from meshwright.system.store import Place
 from meshwright_interop.huggingface.destination import (
     OnBytes,
     check_output_directory,
@@ -75,7 +78,7 @@ class ExportResult(NamedTuple):
 
 def export(
     plan_export: Callable[[RunConfig, Path], ExportPlan],
-    source: Path,
+    source: Place,
     out: Path,
     *,
     dtype: str | None = None,
@@ -105,7 +108,7 @@ def export(
     out = check_output_directory(out)
     with open_verified(source) as checkpoint:
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
-        plan = plan_export(config, checkpoint.path)
+        plan = plan_export(config, local_place(checkpoint.path, config))
         weights = WeightExport(
             merge(checkpoint, config) if merge else checkpoint,
             plan.released or plan.rules,
@@ -125,17 +128,26 @@ def export(
     )
 
 
-def open_verified(path: Path) -> CheckpointReader:
+def local_place(checkpoint: Place, config: RunConfig) -> Path:
+    """Return the directory of a checkpoint, beside which an export finds the tokenizer of an imported
+    model. Of one in an object store: where its run is, if it is on this machine.
+    """
+    if isinstance(checkpoint, Path):
+        return checkpoint
+    return run_directory(config.run) / "checkpoints" / checkpoint.name
+
+
+def open_verified(path: Place) -> CheckpointReader:
     """Open and verify a checkpoint, or the newest valid one of a run directory.
 
     Raises:
         CheckpointError: ``path`` is neither, or the checkpoint is damaged.
     """
-    if (path / MANIFEST).is_file():
+    if is_checkpoint(path):
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         return checkpoint
-    newest = newest_valid(path)
+    newest = newest_valid(saved_places(path)[0])
     if newest is None:
         raise CheckpointError(
             "MW-INTEROP-063", f"{path} is neither a checkpoint nor a run directory that has one"

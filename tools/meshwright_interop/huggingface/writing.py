@@ -26,6 +26,7 @@ from meshwright.checkpoint.files import as_checkpoint_error
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.parameters import ParameterInfo
+from meshwright.system.store import Place
 from meshwright_interop.huggingface.destination import OnBytes, ignore_progress
 from meshwright_interop.huggingface.files import DTYPES, INDEX, SINGLE, write_json
 from meshwright_interop.huggingface.rules import ExportRule
@@ -66,7 +67,7 @@ class OutgoingTensor(NamedTuple):
 class WeightReader(Protocol):
     """Source of weights: a checkpoint, or one with its adapters merged."""
 
-    path: Path
+    path: Place
     manifest: Manifest
 
     def parameters(self, kind: TensorKind) -> list[str]:

@@ -20,16 +20,17 @@ from meshwright.config import Data, given_keys, parse
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
+from meshwright.system.store import Place
 from meshwright_interop.huggingface.convert import side_files
 from meshwright_interop.huggingface.convert.exporting import plan_export
-from meshwright_interop.huggingface.export import open_verified
+from meshwright_interop.huggingface.export import local_place, open_verified
 from meshwright_interop.huggingface.files import CONFIG, copy_side_files, read_json, write_json
 from meshwright_interop.huggingface.peft_import import Base
 
 
 @contextmanager
 def base_of_run(
-    run: Path, fields: Mapping[str, Any], source: Path, overrides: Sequence[str]
+    run: Place, fields: Mapping[str, Any], source: Path, overrides: Sequence[str]
 ) -> Iterator[Base]:
     """Yield the base in a run directory or a checkpoint, whose weights the new run holds too.
 
@@ -40,11 +41,12 @@ def base_of_run(
         yield _base(checkpoint, run, overrides)
 
 
-def _base(checkpoint: CheckpointReader, run: Path, overrides: Sequence[str]) -> Base:
+def _base(checkpoint: CheckpointReader, run: Place, overrides: Sequence[str]) -> Base:
     """Return the base in a checkpoint."""
     saved = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
     names = checkpoint.parameters(TensorKind.WEIGHTS)
-    plan = plan_export(saved, checkpoint.path)
+    place = local_place(checkpoint.path, saved)
+    plan = plan_export(saved, place)
     why = ""
     if any(factor != 1 for rule in plan.rules for factor in rule.factors):
         why = "has muP multipliers, which an export folds in"
@@ -68,8 +70,8 @@ def _base(checkpoint: CheckpointReader, run: Path, overrides: Sequence[str]) -> 
         "train": {"dtype": saved.train.dtype},
     }
     layers = build_model(saved.model.builder, saved.model.options, saved.run.seed).layers
-    num_bytes = sum(file.stat().st_size for file in checkpoint.path.iterdir())
-    write_files = partial(_copy_files, checkpoint.path.parent.parent, saved.data)
+    num_bytes = sum(file.size for file in checkpoint.manifest.files.values())
+    write_files = partial(_copy_files, place.parent.parent, saved.data)
     comment = f" beside the weights of {run}"
     return Base(layers, plan.rules, tree, read, names, num_bytes, write_files, comment)
 
