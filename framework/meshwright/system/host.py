@@ -22,6 +22,10 @@ SIOCGIFADDR = 0x8915
 ANY_PORT = 9
 JOBSET = "MESHWRIGHT_JOBSET"
 """Environment variable with the name of the Kubernetes JobSet of this run."""
+NODE = "MESHWRIGHT_NODE"
+"""Environment variable with the name of this process's node, where a launcher sets it: several
+nodes may be emulated on one machine.
+"""
 NODES = "MESHWRIGHT_NODES"
 """Environment variable with the names of all nodes of the job, where the launcher has them."""
 
@@ -54,9 +58,18 @@ def loopback() -> str:
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
+def is_loopback(host: str) -> bool:
+    """Return True if ``host`` is a name or address of the loopback by its text alone. (A host name may
+    mean 127.0.1.1 here and another address elsewhere.)
+    """
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
 def node_name() -> str:
-    """Return the name of this node: Slurm's, which may be shorter than the host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """Return the name of this node: the launcher's, or Slurm's, which may be shorter than the host
+    name.
+    """
+    return os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(towards: str) -> str | None:
