@@ -80,6 +80,8 @@ class NodeRanks:
         self.signals = signals
         self.logs = run_directory(config.run) / "logs"
         self._work, self._config = work, config
+        self.module = work.__module__
+        """Module that the fork server imports."""
         self._records = records
         self._ignored = ignored
         self._processes: dict[int, Any] = {}
@@ -89,7 +91,7 @@ class NodeRanks:
 
     def warm_up(self) -> None:
         """Start the fork server; no effect while it runs."""
-        warm_up(self._config, self._work.__module__)
+        warm_up(self._config, self.module)
 
     def start(self, place: LocalRank) -> None:
         """Fork the process of a rank, in place of one that has ended.
@@ -192,9 +194,9 @@ def make_logs(config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def open_ranks(work: Work, config: RunConfig) -> Iterator[NodeRanks]:
+def open_ranks(work: Work, config: RunConfig, module: str | None = None) -> Iterator[NodeRanks]:
     """Prepare this node for its ranks: records, handlers of signals, fork server. Those that are left
-    at the end of the block are killed.
+    at the end of the block are killed. ``module``: to be imported by the server; None: that of ``work``.
     """
     with contextlib.ExitStack() as stack:
         records = own_directory() / f"records-{time.monotonic_ns()}"
@@ -206,6 +208,7 @@ def open_ranks(work: Work, config: RunConfig) -> Iterator[NodeRanks]:
         ignored = ignored_signals()
         stack.enter_context(signals.installed({*SIGNALS, signal.SIGQUIT}.difference(ignored)))
         ranks = NodeRanks(work, config, records, signals, ignored)
+        ranks.module = module or work.__module__
         ranks.warm_up()
         yield ranks
 

@@ -21,6 +21,7 @@ from meshwright.errors import MeshError
 from meshwright.run import RunLock
 from meshwright.run.directory import run_directory
 from meshwright.system.host import node_name, open_listener
+from meshwright.system.process import GiveUp
 from meshwright.terminal.output import put, tell
 from meshwright_launch import devices, forking, restarts
 from meshwright_launch.agent import Agent, joined, name_node, serve
@@ -38,6 +39,14 @@ EXIT_FILE = "MESHWRIGHT_EXIT_FILE"
 all agents, lost ones too.
 """
 WORK = "meshwright_launch.work"
+"""Module that the fork server imports."""
+
+
+def run_work(config: RunConfig, give_up: GiveUp) -> None:
+    """Run one rank. Pickled by name: an agent needs no torch for itself."""
+    from meshwright_launch.work import work
+
+    work(config, give_up)
 
 
 def train(config: RunConfig, place: NodePlace | None) -> int:
@@ -117,7 +126,6 @@ def _describe(place: NodePlace) -> str:
 def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterator[Coordinator]:
     """Open the sockets and the agent of the first node."""
     from meshwright_launch.coordinator import Coordinator
-    from meshwright_launch.work import work
 
     mirror.open()  # or refuse it, before the ranks start
     make_logs(config)
@@ -128,7 +136,7 @@ def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterato
         else:
             listener = stack.enter_context(_listen(place.host, place.port))
             store_listener = _listen(place.host, 0)
-        ranks = stack.enter_context(open_ranks(work, config))
+        ranks = stack.enter_context(open_ranks(run_work, config, WORK))
         host = LOOPBACK if place.num_nodes == 1 else place.host
         store = open_ranks_store(store_listener, host, place.num_ranks)
         agent = Agent(ranks, mirror, place.num_ranks, place)
@@ -173,14 +181,11 @@ def _leave_exit_code(code: int) -> None:
 
 def _follow(config: RunConfig, place: NodePlace) -> int:
     """Run the agent of another node until the run ends; return its exit code."""
-    forking.warm_up(config, WORK)
-    from meshwright_launch.work import work
-
     resolved = resolve(config, place.num_ranks)
     mirror = MirrorPlace()
     mirror.open()
     make_logs(resolved)
-    with open_ranks(work, resolved) as ranks, joined(resolved, place) as link:
+    with open_ranks(run_work, resolved, WORK) as ranks, joined(resolved, place) as link:
         code, message = serve(Agent(ranks, mirror, place.num_ranks, place), link)
     if message:
         tell(f"meshwright: error: {message}")
