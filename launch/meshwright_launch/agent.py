@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 
 from meshwright.config import RunConfig
 from meshwright.errors import MissingRanksError
-from meshwright.system.host import NODE, node_name
+from meshwright.system.host import NODE, node_name, own_address
 from meshwright_launch.failure import RankFailed
 from meshwright_launch.mirror_place import MirrorPlace
 from meshwright_launch.node_link import (
@@ -174,7 +174,8 @@ def joined(config: RunConfig, place: NodePlace) -> Iterator[NodeLink]:
     link = NodeLink(connection)
     try:
         name = node_name()[:255]
-        link.send(Hello(node=place.number, name=name, run=digest(config, place)))
+        address = own_address(place.host) or ""
+        link.send(Hello(node=place.number, name=name, run=digest(config, place), address=address))
         yield link
     finally:
         link.close()

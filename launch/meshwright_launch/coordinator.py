@@ -112,6 +112,8 @@ class Node(NamedTuple):
     number: int
     name: str
     link: NodeLink | OwnLink
+    address: str = ""
+    """See :class:`Hello`."""
 
 
 class Fault(NamedTuple):
@@ -148,8 +150,7 @@ class Coordinator:
         self,
         config: RunConfig,
         place: NodePlace,
-        agent: Agent,
-        name: str,
+        own: Node,
         listener: socket.socket | None,
         store: tuple[Any, int],
         mirror: MirrorPlace,
@@ -158,7 +159,7 @@ class Coordinator:
 
         Args:
             config: resolved.
-            agent: that of this node, of this ``name``.
+            own: this node.
             listener: socket to which the other agents connect; None: there are none.
             store: store of the ranks, and its port.
             mirror: that of this node.
@@ -169,7 +170,7 @@ class Coordinator:
         self._limit, self._timeout_s = config.launch.max_restarts, config.launch.timeout_s
         self._directory = run_directory(config.run)
         self._digest = digest(config, place)
-        self._nodes = {0: Node(0, name, OwnLink(agent))}
+        self._nodes = {0: own}
         self._strangers: list[tuple[NodeLink, float]] = []
         """Connections that have not said which node they are, and when they came."""
         self._blocks: list[int] = []
@@ -180,6 +181,8 @@ class Coordinator:
         """Exit of each rank's present process, if it has ended."""
         self._lost: dict[int, tuple[str, float]] = {}
         """Nodes with ranks that were lost and not replaced yet: the reason, and seconds of silence."""
+        self._gone: list[str] = []
+        """Addresses of lost nodes that the ranks are not told yet."""
         self._stopped: set[int] = set()
         self._recovery: Recovery | None = None
         self._is_requested = False
@@ -411,8 +414,8 @@ class Coordinator:
                 clears=self._clears,
             )
             self._nodes[index].link.send(order)
-        self._clears = False
-        self._notes.announce(generation, ranks)
+        self._notes.announce(generation, ranks, self._gone)
+        self._clears, self._gone = False, []
 
     # -----------------------------------------------------------------------------------------------------
     # nodes
@@ -470,7 +473,10 @@ class Coordinator:
             )
         for index, spare in zip(dead, spares, strict=False):
             self._blocks[self._blocks.index(index)] = spare
-            self._nodes.pop(index).link.close()
+            gone = self._nodes.pop(index)
+            # several nodes of an address are emulated: that machine resets connections
+            if gone.address and all(gone.address != each.address for each in self._nodes.values()):
+                self._gone.append(gone.address)
             del self._lost[index]
         return [self._nodes[spare].name for spare in spares[: len(dead)]]
 
@@ -582,7 +588,7 @@ class Coordinator:
             link.send(End(exit_code=2, message=text))
             link.close()
             return
-        self._nodes[hello.node] = Node(hello.node, hello.name, link)
+        self._nodes[hello.node] = Node(hello.node, hello.name, link, hello.address)
 
     def _stop(self) -> None:
         """End all ranks on all nodes; block until they have ended, or their nodes are lost."""

@@ -48,6 +48,8 @@ class Hello(Message):
     name: Annotated[str, Field(max_length=255)]
     run: Annotated[str, Field(max_length=64)]
     """Hash of the configuration and the number of nodes: they are the same on all nodes."""
+    address: Annotated[str, Field(max_length=64)] = ""
+    """Address at which other nodes reach its ranks; empty: the loopback, or not known."""
 
 
 class Beat(Message):

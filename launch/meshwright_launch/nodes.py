@@ -20,7 +20,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import MeshError
 from meshwright.run import RunLock
 from meshwright.run.directory import run_directory
-from meshwright.system.host import node_name, open_listener
+from meshwright.system.host import node_name, open_listener, own_address
 from meshwright.system.process import GiveUp
 from meshwright.terminal.output import put, tell
 from meshwright_launch import devices, forking, restarts
@@ -125,7 +125,7 @@ def _describe(place: NodePlace) -> str:
 @contextlib.contextmanager
 def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterator[Coordinator]:
     """Open the sockets and the agent of the first node."""
-    from meshwright_launch.coordinator import Coordinator
+    from meshwright_launch.coordinator import Coordinator, Node, OwnLink
 
     mirror.open()  # or refuse it, before the ranks start
     make_logs(config)
@@ -140,7 +140,8 @@ def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterato
         host = LOOPBACK if place.num_nodes == 1 else place.host
         store = open_ranks_store(store_listener, host, place.num_ranks)
         agent = Agent(ranks, mirror, place.num_ranks, place)
-        coordinator = Coordinator(config, place, agent, node_name(), listener, store, mirror)
+        own = Node(0, node_name(), OwnLink(agent), own_address(place.host) or "")
+        coordinator = Coordinator(config, place, own, listener, store, mirror)
         try:
             yield coordinator
         except BaseException as error:

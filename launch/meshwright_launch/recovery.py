@@ -25,6 +25,7 @@ from meshwright.mesh.mesh import abort_groups, leave_mesh
 from meshwright.mesh.rendezvous import DEFAULT_PORT
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.mirror import Mirror
+from meshwright.system.host import shut_connections
 from meshwright.system.numbers import MAX_INT64, MAX_PORT, environment_number
 from meshwright.system.process import GiveUp, StopRequest, leave
 from meshwright_launch.failure import has_lost_peer
@@ -33,7 +34,7 @@ from meshwright_launch.recovery_notes import (
     MAX_MESSAGE,
     HangVerdict,
     announced,
-    is_replaced,
+    changes,
     note_store,
 )
 
@@ -114,7 +115,12 @@ class Rejoin:
 
         def watch() -> None:
             while not ended.wait(self._poll_s):
-                if announced(self._notes) > self.generation:
+                newest = announced(self._notes)
+                if newest > self.generation:
+                    later = changes(self._notes, self.generation, newest)
+                    # NOTE [gloo's abort]: it does not end a call that waits for a peer. A dead process is
+                    # no matter: its machine resets the connection. A dead machine sends nothing
+                    shut_connections({address for change in later for address in change.lost})
                     abort_groups()
                     return
 
@@ -160,7 +166,8 @@ class Rejoin:
             return False
         limit_s = LOST_PEER_S if has_lost_peer(error) else 0.0
         self._next = self._wait_for_generation(self.generation, limit_s)
-        if is_replaced(self._notes, self._rank, self.generation, self._next):
+        later = changes(self._notes, self.generation, self._next)
+        if any(self._rank in change.replaced for change in later):
             leave(1, KILL_S)
         return self._next > self.generation
 

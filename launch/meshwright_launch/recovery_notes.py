@@ -1,7 +1,7 @@
 """Notes of recoveries in the ranks' rendezvous store: what the coordinator announces, and what ranks report.
 
     generation          number of the newest launch of ranks; ranks of an earlier one leave their step
-    replaced/G          ranks whose processes do not join generation G: others take their places
+    change/G            ranks whose processes do not join generation G: others take their places; lost nodes
     PHASE/G, PHASE/G/R  how many ranks have completed a phase of generation G; the mark of rank R
     step/G              first step that was taken in generation G
     hang/G              ranks that a report of a hang names as stuck
@@ -12,11 +12,10 @@ server first.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.system.numbers import MAX_RANKS, whole_number
 
@@ -27,13 +26,26 @@ MAX_MESSAGE = 60_000
 
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 Ranks = Annotated[tuple[Rank, ...], Field(max_length=MAX_RANKS)]
-_RANKS: TypeAdapter[tuple[int, ...]] = TypeAdapter(Ranks)
+Address = Annotated[str, Field(max_length=64)]
 
 
-class HangVerdict(BaseModel):
-    """Ranks that a report of a hang names as the cause."""
+class Note(BaseModel):
+    """Base of notes in JSON: exact types, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Change(Note):
+    """What a generation changes."""
+
+    replaced: Ranks
+    """Ranks with new processes."""
+    lost: tuple[Address, ...] = ()
+    """Addresses of nodes that are gone."""
+
+
+class HangVerdict(Note):
+    """Ranks that a report of a hang names as the cause."""
 
     ranks: Annotated[tuple[Rank, ...], Field(min_length=1, max_length=MAX_RANKS)]
     message: Annotated[str, Field(min_length=1, max_length=MAX_MESSAGE)]
@@ -53,14 +65,12 @@ def announced(notes: Any) -> int:
     return int(notes.add("generation", 0))
 
 
-def is_replaced(notes: Any, rank: int, after: int, until: int) -> bool:
-    """Return True if another process takes the place of a rank of generation ``after`` in one of the
-    later ones, the last of which is ``until``.
-    """
-    return any(
-        rank in _RANKS.validate_json(notes.get(f"replaced/{generation}"))
+def changes(notes: Any, after: int, until: int) -> list[Change]:
+    """Return what the generations after ``after`` change, up to ``until``."""
+    return [
+        Change.model_validate_json(notes.get(f"change/{generation}"))
         for generation in range(after + 1, until + 1)
-    )
+    ]
 
 
 class CoordinatorNotes:
@@ -72,9 +82,12 @@ class CoordinatorNotes:
         self._generation = 0
         self._has_verdict = False
 
-    def announce(self, generation: int, replaced: Collection[int]) -> None:
-        """Announce a generation, and the ranks that have new processes in it."""
-        self._notes.set(f"replaced/{generation}", json.dumps(sorted(replaced)))
+    def announce(self, generation: int, replaced: Collection[int], lost: Sequence[str]) -> None:
+        """Announce a generation, the ranks that have new processes in it, and the addresses of nodes
+        that are gone.
+        """
+        change = Change(replaced=tuple(sorted(replaced)), lost=tuple(lost))
+        self._notes.set(f"change/{generation}", change.model_dump_json())
         self._notes.add("generation", generation - self._generation)
         self._generation, self._has_verdict = generation, False
 
