@@ -96,13 +96,13 @@ def shut_connections(addresses: Collection[str]) -> None:
     if not addresses:
         return
     for entry in Path("/proc/self/fd").glob("*"):
-        with (
-            contextlib.suppress(OSError),  # closed meanwhile, or no socket with a peer
-            socket.socket(fileno=os.dup(int(entry.name))) as connection,
-        ):
-            host = connection.getpeername()[0]
-            if isinstance(host, str) and host.removeprefix("::ffff:") in addresses:
-                connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed meanwhile, or without a peer
+            # a copy of any other file would keep its lock
+            if str(entry.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    host = connection.getpeername()[0]
+                    if isinstance(host, str) and host.removeprefix("::ffff:") in addresses:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def open_listener(host: str, port: int) -> socket.socket | None:
