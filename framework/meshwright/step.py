@@ -146,7 +146,8 @@ class StepSums(NamedTuple):
     save_due: float
     not_written: float
     files_lost: float
-    """``stop`` to ``files_lost``: number of ranks that raise the flag of FLAGS of that name."""
+    not_mirrored: float
+    """``stop`` to ``not_mirrored``: number of ranks that raise the flag of FLAGS of that name."""
 
 
 class _StepNumbers(NamedTuple):

@@ -70,9 +70,9 @@ def check_mirror_space(needed: int) -> None:
         if free < needed:
             raise ConfigError(
                 "MW-LAUNCH-116",
-                f"watch.mirror = true keeps two copies of the last step in {MEMORY}: {needed:,} bytes,"
-                f" and {free:,} are free there. Enlarge it (a container's --shm-size, mount -o"
-                " remount,size=...), or leave watch.mirror out",
+                f"watch.mirror = true keeps the last two steps in {MEMORY}, on several nodes those of the"
+                f" node before too: {needed:,} bytes, and {free:,} are free there. Enlarge it (a"
+                " container's --shm-size, mount -o remount,size=...), or leave watch.mirror out",
             )
 
 

@@ -34,6 +34,7 @@ from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
 from meshwright.run import RunFiles, StepCollector, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
+from meshwright.run.mirror_size import mirror_size
 from meshwright.run.observers import (
     Checkpoints,
     EndOfRun,
@@ -47,7 +48,6 @@ from meshwright.run.observers import (
 from meshwright.run.resume import check_added_states, prepare, record_start
 from meshwright.run.start import check_start, resume_or_start
 from meshwright.run.summary import WIDTH, summarise
-from meshwright.run.tensors import checkpoint_size
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tracking.observer import (
@@ -77,9 +77,11 @@ from meshwright_launch.leftovers import check_mirror_space
 from meshwright_launch.recovery import Rejoin
 
 
-def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
+def check(
+    config: RunConfig, world_size: int, ranks_per_node: int | None = None
+) -> tuple[RunConfig, Blueprint]:
     """Check a configuration before any process group exists; return it resolved,
-    with its blueprint.
+    with its blueprint. ``ranks_per_node``: None: all ranks are on this machine.
 
     Raises:
         UserError: all problems in one message.
@@ -97,7 +99,9 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     )
     check_start(blueprint, run_directory(config.run))
     if config.watch.mirror:
-        check_mirror_space(2 * checkpoint_size(blueprint))
+        per_node = ranks_per_node or world_size
+        nodes = [f"node{rank // per_node}" for rank in range(world_size)]
+        check_mirror_space(round(max(mirror_size(blueprint, nodes).held.values())))
     return config, blueprint
 
 

@@ -9,15 +9,18 @@ import os
 import signal
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from meshwright.parts import Observer, Parts, StepEvent
 
 VARIABLE = "KILLED_ONCE"
+PHASE = "KILLED_IN"
+"""Environment variable with the phase of a mirror in which :class:`InTheMirror` kills its rank."""
 
 
-def kill_once() -> None:
+def kill_once(suffix: str = "") -> None:
     """Kill this process, unless some process was killed before."""
-    fired = Path(os.environ[VARIABLE])
+    fired = Path(os.environ[VARIABLE] + suffix)
     if not fired.exists():
         fired.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,6 +57,74 @@ class BeforeTheMirror(Observer):
                 write(self, *what, **how)  # type: ignore[arg-type]
 
             MirrorWriter.write = killed  # type: ignore[method-assign]
+
+
+class AfterSteps(Observer):
+    """Kills a rank after each of the steps in KILLED_AFTER, before it is mirrored."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Take the parts of a rank."""
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Kill the rank of the step's number."""
+        step = parts.state.step
+        if str(step) in os.environ["KILLED_AFTER"].split() and parts.mesh.rank == step % 4:
+            kill_once(f"-{step}")
+
+
+class InTheMirror(Observer):
+    """Kills rank 1 in a phase of the mirror of step 3, on its thread."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Take the parts of a rank."""
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Put the trap into the mirror of step 3."""
+        if parts.state.step == 3 and parts.mesh.rank == 1:
+            _trap(os.environ[PHASE])
+
+
+def _trap(phase: str) -> None:
+    """Kill this process when its mirror comes to a phase."""
+    from meshwright.checkpoint import memory
+    from meshwright.run.mirror_exchange import MirrorExchange
+
+    if phase == "half of its boxes are copied":
+        copy = memory._copy
+
+        def copy_half(pieces: Any, targets: Any) -> None:
+            half = len(pieces) // 2
+            num_boxes = sum(len(list(each.boxes())) for each in pieces[:half] if each.num_bytes)
+            copy(pieces[:half], targets[:num_boxes])
+            kill_once()
+            copy(pieces, targets)
+
+        memory._copy = copy_half
+    elif phase == "its copy is not complete":
+        complete = memory.MirrorCopy.complete
+
+        def killed(self: Any, slot: str, mark: str) -> None:
+            kill_once()
+            complete(self, slot, mark)
+
+        memory.MirrorCopy.complete = killed  # type: ignore[method-assign]
+    else:
+        run, receive = MirrorExchange.run, MirrorExchange._receive
+
+        def run_killed(self: Any, own: Any) -> None:
+            if phase == "its own is complete":
+                kill_once()
+            run(self, own)
+            if phase == "all is complete":
+                kill_once()
+
+        def receive_killed(self: Any, tensors: Any, peer: int, what: str) -> None:
+            if phase == f"it waits for {what}":
+                kill_once()
+            receive(self, tensors, peer, what)
+
+        MirrorExchange.run = run_killed  # type: ignore[method-assign]
+        MirrorExchange._receive = receive_killed  # type: ignore[method-assign]
 
 
 class AtExit(Observer):

@@ -20,6 +20,7 @@ import pytest
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.run.directory import run_directory
+from meshwright.tracking.jsonl import num_repeated
 from meshwright_launch import leftovers, mirror_place
 from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import (
@@ -94,7 +95,7 @@ def test_a_killed_rank_is_replaced_and_the_others_stay(
     same = mirrored(corpus, tmp_path / "same", "dp2,tp2", 0, model=model)  # the trap has fired
     train(pool, same)
     assert len(lines(config)) == 5 and exact_losses(config) == exact_losses(same)
-    assert not (run_directory(config.run) / "metrics-again.jsonl").exists(), "a step was repeated"
+    assert num_repeated(run_directory(config.run)) <= 1, "its mirror was not complete yet"
     assert not differing(tensors(run_directory(config.run)), tensors(run_directory(same.run)))
 
 

@@ -89,9 +89,11 @@ def check_manifest(metadata: CheckpointMetadata, weights: Iterable[SavedTensor])
         )
 
 
-def checkpoint_bytes(weights: Iterable[SavedTensor], num_states: int) -> int:
+def checkpoint_bytes(
+    weights: Iterable[SavedTensor], num_states: int, bytes_per_tensor: int = BYTES_PER_TENSOR
+) -> int:
     """Return the bytes of one checkpoint, in any layout. ``num_states``:
-    optimizer states per trained element.
+    optimizer states per trained element; ``bytes_per_tensor``: of headers and manifest.
     """
     total = 0
     for _, shape, dtype, trained in weights:
@@ -101,7 +103,7 @@ def checkpoint_bytes(weights: Iterable[SavedTensor], num_states: int) -> int:
             summed = max(itemsize, 4)
             copies = num_states + (itemsize != summed)
             itemsize, tensors = itemsize + copies * summed, tensors + copies
-        total += numel * itemsize + tensors * BYTES_PER_TENSOR
+        total += numel * itemsize + tensors * bytes_per_tensor
     return total
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -202,13 +202,13 @@ class CheckpointReader:
         """Close the shards."""
         self._open.clear()
 
-    def open_files(self) -> None:
-        """Open every file.
+    def open_files(self, names: Iterable[str]) -> None:
+        """Open these files.
 
         Raises:
             CheckpointError: one is damaged, or missing.
         """
-        for name in self.manifest.files:
+        for name in names:
             try:
                 self._file(name)
             except (SafetensorError, OSError) as error:

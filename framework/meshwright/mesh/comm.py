@@ -338,10 +338,39 @@ class Group:
             for row, length in zip(rows, lengths.tolist(), strict=True)
         ]
 
+    def exchange_objects(self, values: Sequence[Any], *kinds: type) -> list[Any]:
+        """Send ``values[i]`` to rank i of the group; return what each rank has sent, in group order.
+        On CPU; blocks. Sent as in :meth:`gather_objects`.
+
+        Raises:
+            CommunicationError: a message cannot be decoded, or is too long.
+        """
+        messages = [encode(value, kinds) for value in values]
+        lengths = torch.tensor([len(message) for message in messages])
+        out_lengths = torch.empty_like(lengths)
+        self.all_to_all(out_lengths, lengths, [1] * self.size, [1] * self.size).wait()
+        if int(out_lengths.max()) > MAX_BYTES or int(out_lengths.min()) < 1:
+            raise CommunicationError(
+                "MW-MESH-019",
+                f"ranks say that they send {out_lengths.tolist()} bytes: at most {MAX_BYTES} can be",
+            )
+        whole = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+        out = torch.empty(int(out_lengths.sum()), dtype=torch.uint8)
+        self.all_to_all(out, whole, out_lengths.tolist(), lengths.tolist()).wait()
+        parts = torch.split(out, out_lengths.tolist())
+        return [decode(part.numpy().tobytes(), kinds) for part in parts]
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the group as a DeviceMesh for torch's fully_shard. Does not communicate."""
         assert self.process_group is not None
         return DeviceMesh.from_group(self.process_group, device_type)
+
+    def abort(self) -> None:
+        """End the operations of this rank with an error, on any thread. The group cannot be used
+        afterwards.
+        """
+        if self.process_group is not None:
+            self.process_group.abort()
 
     def barrier(self) -> None:
         """Block until every rank of the group has called this."""

@@ -78,6 +78,19 @@ class Mesh:
         """Return the peak memory of this rank's device, or on CPU of this process."""
         return peak_memory_bytes(self.device.type)
 
+    @cached_property
+    def host(self) -> Group:
+        """Group of all ranks for tensors in host memory, over gloo. A thread may use it beside the
+        steps: its messages, activity and traffic are apart from those of the other groups.
+
+        The first use is collective over all ranks, and blocks.
+        """
+        process_group = None
+        if self.grid.size > 1:
+            timeout = timedelta(seconds=self.timeout_s)
+            process_group = dist.new_group(backend="gloo", timeout=timeout)
+        return Group("host", self.world.ranks, self.rank, process_group)
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the device; on CUDA from pinned memory,
         so that the host does not wait for the GPU.

@@ -8,6 +8,7 @@ from meshwright.parts.observer import StragglerShare as StragglerShare
 from meshwright.parts.rank import ENOUGH as ENOUGH
 from meshwright.parts.rank import FILES_LOST as FILES_LOST
 from meshwright.parts.rank import FLAGS as FLAGS
+from meshwright.parts.rank import NOT_MIRRORED as NOT_MIRRORED
 from meshwright.parts.rank import NOT_WRITTEN as NOT_WRITTEN
 from meshwright.parts.rank import SAVE_DUE as SAVE_DUE
 from meshwright.parts.rank import STOP as STOP

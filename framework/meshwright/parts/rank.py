@@ -42,7 +42,8 @@ ENOUGH = "enough"  # a callback's request to end it
 SAVE_DUE = "save_due"  # a checkpoint is due by the clock
 NOT_WRITTEN = "not_written"  # a checkpoint could not be written
 FILES_LOST = "files_lost"  # the run's files are gone
-FLAGS = (STOP, ENOUGH, SAVE_DUE, NOT_WRITTEN, FILES_LOST)
+NOT_MIRRORED = "not_mirrored"  # the step before could not be mirrored in memory
+FLAGS = (STOP, ENOUGH, SAVE_DUE, NOT_WRITTEN, FILES_LOST, NOT_MIRRORED)
 """Flags of a step, each set if any rank sets it."""
 
 

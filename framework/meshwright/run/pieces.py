@@ -42,6 +42,16 @@ def saved_running(parts: Parts) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in parts.running().items() if is_saved(layers, name)}
 
 
+def frozen_names(parts: Parts) -> frozenset[str]:
+    """Return the names of this rank's parameters that are not trained."""
+    names = set()
+    for replica in parts.replicas.values():
+        names |= {member.info.name for member in replica.frozen}
+        for bucket in replica.frozen_shards:
+            names |= {slot.member.info.name for slot in bucket.slots}
+    return frozenset(names)
+
+
 def saved_pieces(parts: Parts, with_frozen: bool = True) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a checkpoint. No communication.
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.memory import open_mirror
 from meshwright.checkpoint.preflight import check_manifest, check_space
 from meshwright.config import LossScaling, batch_numbers, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
@@ -22,6 +22,7 @@ from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
+from meshwright.run.mirror_read import open_newest_mirror
 from meshwright.run.pieces import saved_running
 from meshwright.run.tensors import (
     STOP_REASON,
@@ -108,24 +109,27 @@ def resume(
 
     Args:
         callbacks: names of the callbacks of this start. The states of others are dropped.
-        mirror: directory of a mirror, see ``checkpoint/memory.py``. It has the last step of all.
+        mirror: memory of this node with a mirror, see ``checkpoint/memory.py``: the last step of all.
 
     Raises:
         CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the
             newest belongs to another model, corpus or seed.
     """
     mesh = parts.mesh
-    mirrored = None if mirror is None else _newest_mirror(mirror, mesh, log)
+    mirrored = None if mirror is None else open_newest_mirror(mirror, mesh, log)
     if mirrored is None:
         path = newest_sound(directory, mesh)
     else:
-        path = _checkpoint_from(mirrored.manifest.step, directory, mesh)
-    found = mirrored if path is None else checkpoints.open_checkpoint(path)
-    if found is None:
+        path = _checkpoint_from(mirrored.reader.manifest.step, directory, mesh)
+    if mirrored is not None and path is None:
+        with mirrored.reader as checkpoint:
+            _restore_from(checkpoint, parts, log, callbacks, mirrored.fetch)
+        parts.is_from_memory = True
+        return True
+    if path is None:
         return False
-    with found as checkpoint:
+    with checkpoints.open_checkpoint(path) as checkpoint:
         _restore_from(checkpoint, parts, log, callbacks)
-    parts.is_from_memory = found is mirrored
     return True
 
 
@@ -148,32 +152,17 @@ def _checkpoint_from(step: int, directory: Path, mesh: Mesh) -> Path | None:
         return None
 
 
-def _newest_mirror(
-    mirror: Path, mesh: Mesh, log: Callable[[str], None]
-) -> checkpoints.CheckpointReader | None:
-    """Open the mirror's newest step; None: some rank cannot. Collective over all ranks; blocks."""
-    names = [checkpoints.shard_name(mesh.grid, rank) for rank in range(mesh.grid.size)]
-    found, problem = None, ""
-    try:
-        found = open_mirror(mirror, names)
-    except (CheckpointError, OSError, ValueError) as error:
-        problem = str(error)
-    step = None if found is None else found.manifest.step
-    every: list[tuple[int | None, str]] = mesh.world.gather_objects((step, problem))
-    for text in dict.fromkeys(text for _, text in every if text):
-        log(f"the mirror in memory is left out: {text}")
-    if found is None or {other for other, _ in every} != {step}:
-        return None
-    return found
-
-
 def _restore_from(
     checkpoint: checkpoints.CheckpointReader,
     parts: Parts,
     log: Callable[[str], None],
     callbacks: Collection[str],
+    fetch: Callable[[Callable[[], None], Mesh], None] | None = None,
 ) -> None:
-    """Load an open checkpoint into the parts. Collective over all ranks; see :func:`resume`."""
+    """Load an open checkpoint into the parts. Collective over all ranks; see :func:`resume`.
+
+    ``fetch``: see :meth:`~.mirror_read.OpenMirror.fetch`.
+    """
     mesh, manifest, path = parts.mesh, checkpoint.manifest, checkpoint.path
     result: tuple[str | None, list[str]] = (None, [])
     if mesh.rank == 0:
@@ -194,7 +183,11 @@ def _restore_from(
     if optimizer_steps:
         _check_unfrozen(checkpoint, parts)
     take_states(parts.optimizer, manifest)
-    restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
+    running = saved_running(parts)
+    load = partial(restore, checkpoint, parts.replicas, parts.optimizer, optimizer_steps, running)
+    if fetch is not None:
+        fetch(load, mesh)
+    load()
     changes += _describe_added(checkpoint, parts)
     changes += _describe_statistics(manifest, parts)
     states = saved_callbacks(manifest)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from meshwright.mesh import draw_placement, expert_replicas
 from meshwright.optimizer import matrices_of
 from meshwright.optimizer.at_rest import Elements, held_at_rest
 from meshwright.parameters import DTYPES
-from meshwright.run.tensors import checkpoint_size
+from meshwright.run.mirror_size import mirror_size
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.schedule.drawing import text as schedule_text
 from meshwright.terminal.format import format_size, format_table
@@ -166,7 +167,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             *_matrices(blueprint),
             *blueprint.cut.lines(),
             *_offload(blueprint),
-            *_mirror(blueprint),
+            *_mirror(blueprint, nodes),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",
             *_rows(timeline, width),
@@ -315,13 +316,21 @@ def _offload(blueprint: Blueprint) -> list[str]:
     ]
 
 
-def _mirror(blueprint: Blueprint) -> list[str]:
-    """Return a line with the memory of the mirrors of all ranks; none without ``watch.mirror``."""
+def _mirror(blueprint: Blueprint, nodes: Sequence[str]) -> list[str]:
+    """Return the lines on the mirror in host memory; none without ``watch.mirror``."""
     if not blueprint.config.watch.mirror:
         return []
+    size = mirror_size(blueprint, nodes)
+    most = format_size(round(max(size.held.values())))
+    line = "mirror     the last two steps in memory, so that a dead rank is replaced in place:"
+    if len(size.held) == 1:
+        return [f"{line} {most}"]
     return [
-        f"mirror     the last step in memory, so that a dead rank is replaced in place:"
-        f" {format_size(2 * checkpoint_size(blueprint))} over all ranks"
+        f"{line} at most {most} on a node,",
+        (
+            "           of its ranks and of those of the node before; a rank sends"
+            f" {format_size(round(max(size.sent)))} in a step"
+        ),
     ]
 
 

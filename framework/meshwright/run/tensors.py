@@ -6,7 +6,7 @@ Of master weights and states a rank reads its own shard alone, of weights what i
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from meshwright.adapters.fingerprint import FINGERPRINT
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.preflight import SavedTensor, checkpoint_bytes
+from meshwright.checkpoint.preflight import BYTES_PER_TENSOR, SavedTensor, checkpoint_bytes
 from meshwright.config import RunConfig, leaves_out_base
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters, slot_parts
@@ -78,15 +78,32 @@ def checkpoint_size(blueprint: Blueprint, num_added: int = 0) -> int:
 
     ``num_added``: states per weight that callbacks have added.
     """
-    config, size = blueprint.config, checkpoint_bytes(saved_factors(blueprint), 0)
-    for is_matrix in (False, True):
-        tensors = [
-            each
-            for each in saved_tensors(blueprint)
-            if is_matrix is (each.name in blueprint.model.matrices)
-        ]
-        num_states = len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added
-        size += checkpoint_bytes(tensors, num_states)
+    tensors, factors = saved_tensors(blueprint), saved_factors(blueprint)
+    return tensors_bytes(blueprint, tensors, factors, num_added, BYTES_PER_TENSOR)
+
+
+def tensors_bytes(
+    blueprint: Blueprint,
+    tensors: Iterable[SavedTensor],
+    factors: Iterable[SavedTensor] = (),
+    num_added: int = 0,
+    bytes_per_tensor: int = 0,
+) -> int:
+    """Return the bytes of these tensors of a checkpoint, with the master weights and states of
+    trained ones.
+
+    Args:
+        factors: factored states, from :func:`saved_factors`.
+        num_added: states per weight that callbacks have added.
+        bytes_per_tensor: of headers and manifest.
+    """
+    size = checkpoint_bytes(factors, 0, bytes_per_tensor)
+    by_kind: dict[bool, list[SavedTensor]] = {False: [], True: []}
+    for tensor in tensors:
+        by_kind[tensor.name in blueprint.model.matrices].append(tensor)
+    for is_matrix, of_kind in by_kind.items():
+        states = saved_states_of(blueprint.config.optimizer, is_matrix=is_matrix)
+        size += checkpoint_bytes(of_kind, len(states) + num_added, bytes_per_tensor)
     return size
 
 

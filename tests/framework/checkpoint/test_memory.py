@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.checkpoint import TensorKind, TensorPiece
-from meshwright.checkpoint.memory import MirrorWriter, open_mirror
+from meshwright.checkpoint.memory import MirrorWriter
+from meshwright.checkpoint.memory_read import (
+    MirrorReader,
+    choose_step,
+    find_shards,
+    open_mirror,
+    read_texts,
+)
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
 from tests.framework.checkpoint.conftest import SHAPES, Fake, State
@@ -42,8 +50,17 @@ def _kept(fake: Fake, state: State, rank: int) -> list[TensorPiece]:
     return [each._replace(tensor=each.tensor.clone()) for each in fake.pieces(state, 2, rank)]
 
 
+def opened(directory: Path, names: Sequence[str] = NAMES) -> MirrorReader | None:
+    """Open the newest complete step in the memory of one node."""
+    chosen, _ = choose_step({"node": find_shards(directory, names)}, names)
+    if chosen is None:
+        return None
+    texts = {name: read_texts(directory, chosen.slot, name) for name in names}
+    return open_mirror(directory, chosen, texts, "node")
+
+
 def assert_holds(directory: Path, step: int, state: State) -> None:
-    checkpoint = open_mirror(directory, NAMES)
+    checkpoint = opened(directory)
     assert checkpoint is not None and checkpoint.manifest.step == step
     with checkpoint:
         for (kind, name), full in state.items():
@@ -89,9 +106,9 @@ def test_a_rank_that_dies_while_it_writes(
 
 
 def test_no_rank_or_not_all_have_written(fake: Fake, tmp_path: Path) -> None:
-    assert open_mirror(tmp_path / "none", NAMES) is None
+    assert opened(tmp_path / "none") is None
     write(fake, tmp_path, fake.state(), 1, ranks=(1,))
-    assert open_mirror(tmp_path, NAMES) is None
+    assert opened(tmp_path) is None
 
 
 def test_steps_of_two_launches_are_not_combined(fake: Fake, tmp_path: Path) -> None:
@@ -108,7 +125,7 @@ def test_a_parameter_without_elements_is_there(tmp_path: Path, fake: Fake) -> No
     info = ParameterInfo("empty", (0, 4))
     piece = TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(0), 0)
     MirrorWriter(tmp_path, NAMES[0]).write(fake.head(1), [piece])
-    checkpoint = open_mirror(tmp_path, NAMES[:1])
+    checkpoint = opened(tmp_path, NAMES[:1])
     assert checkpoint is not None
     found = checkpoint.read(TensorKind.WEIGHTS, info)
     assert found is not None and found.shape == (0, 4)
@@ -122,7 +139,7 @@ def test_padding_of_a_bucket_is_not_in_the_file(tmp_path: Path, fake: Fake) -> N
     for name, info in zip(names, infos, strict=True):
         piece = TensorPiece(TensorKind.WEIGHTS, info, info.take(full).flatten(), 0)
         MirrorWriter(tmp_path, name).write(fake.head(1), [piece])
-    checkpoint = open_mirror(tmp_path, names)
+    checkpoint = opened(tmp_path, names)
     assert checkpoint is not None
     found = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (10, 6)))
     assert found is not None and torch.equal(found, full)
@@ -133,7 +150,7 @@ def test_a_damaged_file_is_found_before_a_tensor_is_read(fake: Fake, tmp_path: P
     file = next(tmp_path.glob("*/*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="MW-CHECKPOINT-031"):
-        open_mirror(tmp_path, NAMES)
+        opened(tmp_path)
 
 
 def test_a_later_launch_may_be_at_an_earlier_step(fake: Fake, tmp_path: Path) -> None:
@@ -150,7 +167,7 @@ def test_what_one_rank_alone_knows_is_kept(tmp_path: Path, fake: Fake) -> None:
     MirrorWriter(tmp_path, NAMES[0]).write(head, pieces[0])
     asked = head._replace(state={**head.state, "stop_reason": "good enough"})
     MirrorWriter(tmp_path, NAMES[1]).write(asked, pieces[1])
-    checkpoint = open_mirror(tmp_path, NAMES)
+    checkpoint = opened(tmp_path)
     assert checkpoint is not None and checkpoint.manifest.state["stop_reason"] == "good enough"
 
 
@@ -159,7 +176,7 @@ def test_boxes_that_do_not_cover_a_tensor_are_refused(fake: Fake, tmp_path: Path
         pieces = _kept(fake, fake.state(), rank)[rank:]  # rank 1 leaves one out
         MirrorWriter(tmp_path, name).write(fake.head(1), pieces)
     with pytest.raises(CheckpointError, match="MW-CHECKPOINT-030"):
-        open_mirror(tmp_path, NAMES)
+        opened(tmp_path)
 
 
 def test_a_full_memory_is_an_error_and_not_a_signal(
