@@ -24,9 +24,12 @@ MAX_LINE_BYTES = 1 << 20
 MAX_TEXT = 60_000
 """Maximal length of a message or traceback of a rank; the rest is in its log."""
 BEAT_S = 1.0
-KEEPALIVE_S = 4
-SILENT_S = 30.0
-"""Seconds without a beat after which an agent counts as lost, though its kernel answers."""
+KEEPALIVE_S = 8
+"""Seconds without an answer after which a machine counts as lost: longer than the failover of a link."""
+SILENT_S = 60.0
+"""Seconds without a beat after which an agent counts as lost, though its kernel answers: longer than
+a file system of the run takes to come back.
+"""
 
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Rank = Annotated[int, Field(ge=0, le=2**20)]

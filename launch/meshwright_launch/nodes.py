@@ -96,7 +96,7 @@ def _coordinate(config: RunConfig, place: NodePlace) -> None:
     forking.warm_up(config, WORK)
     from meshwright_launch.work import check
 
-    checked, _ = check(config, place.num_ranks)
+    checked, _ = check(config, place.num_ranks, place.ranks_per_node)
     if place.num_nodes == 1:
         check_number(checked)
     with contextlib.suppress(OSError):  # a closed stdout does not stop the training
