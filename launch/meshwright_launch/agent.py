@@ -31,8 +31,8 @@ from meshwright_launch.node_link import (
     Failure,
     Hello,
     LinkLost,
-    Message,
     NodeLink,
+    NodeMessage,
     Order,
     Signalled,
     Stop,
@@ -58,7 +58,7 @@ class Agent:
         self._mirror = mirror
         self._num_ranks = num_ranks
         self._place = place
-        self._unstarted: list[Message] = []
+        self._unstarted: list[NodeMessage] = []
         self._has_told = False
         """Flag: a signal was reported."""
 
@@ -91,7 +91,7 @@ class Agent:
         """End all ranks; those that can are given time to."""
         self._ranks.end()
 
-    def take_reports(self) -> list[Message]:
+    def take_reports(self) -> list[NodeMessage]:
         """Return what has happened to the ranks since the last call."""
         signals = self._ranks.signals
         signals.forward_kept()
@@ -132,7 +132,7 @@ def serve(agent: Agent, link: NodeLink) -> tuple[int, str]:
             _obey(agent, link, message)
 
 
-def _obey(agent: Agent, link: NodeLink, message: Message) -> None:
+def _obey(agent: Agent, link: NodeLink, message: NodeMessage) -> None:
     if isinstance(message, Stop):
         agent.stop()
         for report in agent.take_reports():
@@ -152,7 +152,7 @@ def _never_started(place: LocalRank, error: RankFailed) -> Exit:
 
 @contextmanager
 def joined(config: RunConfig, place: NodePlace) -> Iterator[NodeLink]:
-    """Connect this node's agent to the coordinator, and say that it is ready.
+    """Connect this node's agent to the coordinator, once it is ready to fork ranks.
 
     Raises:
         MissingRanksError: the first node cannot be reached within ``launch.timeout_s``.

@@ -47,8 +47,8 @@ from meshwright_launch.node_link import (
     Exit,
     Hello,
     LinkLost,
-    Message,
     NodeLink,
+    NodeMessage,
     Order,
     Signalled,
     Stop,
@@ -70,7 +70,7 @@ LEAVE_S = 20.0
 SPARE_GRACE_S = 10.0
 """Time to wait for the agents of further nodes once there are enough for all ranks."""
 HELLO_S = 10.0
-"""Time for a connection to say which node it is."""
+"""Time for a connection to send its first message."""
 MAX_STRANGERS = 64
 REPLACED_EXIT_CODES = (1,)
 """Exit codes that a replacement may get past, besides deaths by a signal."""
@@ -85,25 +85,25 @@ class OwnLink:
         """Wrap an agent."""
         self.agent = agent
 
-    def send(self, message: Message) -> None:
+    def send(self, message: NodeMessage) -> None:
         """Carry out an order at once."""
         if isinstance(message, Order):
             self.agent.carry_out(message)
         elif isinstance(message, Stop):
             self.agent.stop()
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[NodeMessage]:
         """Return what has happened to the ranks."""
         return self.agent.take_reports()
 
     def beat(self) -> None:
-        """Do nothing: one process."""
+        """Send nothing: there is one process."""
 
     def count_silence(self, turn_s: float) -> None:
-        """Do nothing: one process."""
+        """Count nothing: there is one process."""
 
     def close(self) -> None:
-        """Do nothing: the agent ends with this process."""
+        """Close nothing: the agent ends with this process."""
 
 
 class Node(NamedTuple):
@@ -116,7 +116,7 @@ class Node(NamedTuple):
     """See :class:`Hello`."""
 
 
-class Fault(NamedTuple):
+class RankFault(NamedTuple):
     """Ranks that are to be replaced, and why."""
 
     ranks: tuple[int, ...]
@@ -133,10 +133,10 @@ class Fault(NamedTuple):
 
 
 @dataclass
-class Recovery:
+class RankRecovery:
     """Recovery that is not complete."""
 
-    fault: Fault
+    fault: RankFault
     num_replaced: int
     begun_s: float = field(default_factory=time.monotonic)
     times: dict[str, float] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Coordinator:
         self._digest = digest(config, place)
         self._nodes = {0: own}
         self._strangers: list[tuple[NodeLink, float]] = []
-        """Connections that have not said which node they are, and when they came."""
+        """Connections without a first message, and the times when they came."""
         self._blocks: list[int] = []
         """Node of each block of ``ranks_per_node`` ranks."""
         self._generation_of: dict[int, int] = {}
@@ -182,9 +182,9 @@ class Coordinator:
         self._lost: dict[int, tuple[str, float]] = {}
         """Nodes with ranks that were lost and not replaced yet: the reason, and seconds of silence."""
         self._gone: list[str] = []
-        """Addresses of lost nodes that the ranks are not told yet."""
+        """Addresses of lost nodes, for the next announcement."""
         self._stopped: set[int] = set()
-        self._recovery: Recovery | None = None
+        self._recovery: RankRecovery | None = None
         self._is_requested = False
         self._clears = False
         self._turn_s = time.monotonic()
@@ -221,7 +221,7 @@ class Coordinator:
             raise RankFailed(record.message, record.rank, record.exit_code)
 
     def _take_turn(self) -> None:
-        """Repair a fault, or follow the recovery of an earlier one.
+        """Replace the ranks of a fault, or follow the recovery from an earlier one.
 
         Raises:
             RankFailed: a fault that is not repaired; all ranks have been ended.
@@ -252,7 +252,7 @@ class Coordinator:
     # -----------------------------------------------------------------------------------------------------
     # faults
 
-    def _find_fault(self) -> Fault | None:
+    def _find_fault(self) -> RankFault | None:
         """Return what is wrong now: a lost node, ranks that have ended, a hang, or a recovery that
         does not proceed.
         """
@@ -262,7 +262,7 @@ class Coordinator:
             return self._find_dead()
         return self._find_stuck()
 
-    def _find_dead(self) -> Fault:
+    def _find_dead(self) -> RankFault:
         """Return the ranks whose processes or nodes are gone."""
         failed = {rank: each for rank, each in sorted(self._exits.items()) if each.code}
         gone = [rank for index in self._lost for rank in self._ranks_of(index)]
@@ -284,11 +284,11 @@ class Coordinator:
             each.code < 0 or each.code in REPLACED_EXIT_CODES for each in failed.values()
         )
         nodes = names or [self._nodes[self._node_of(rank)].name for rank in failed]
-        return Fault(
+        return RankFault(
             ranks, what, error, is_transient, nodes=tuple(dict.fromkeys(nodes)), detected_s=silent_s
         )
 
-    def _find_stuck(self) -> Fault | None:
+    def _find_stuck(self) -> RankFault | None:
         """Return the ranks that a report of a hang names, or that do not leave their step in a
         recovery.
         """
@@ -297,7 +297,7 @@ class Coordinator:
             ranks = tuple(rank for rank in verdict.ranks if rank < self._num_ranks)
             what = verdict.message.splitlines()[0]
             error = RankFailed(verdict.message, min(ranks), HangError.exit_code)
-            return Fault(ranks, what, error, nodes=self._names(ranks), detected_s=verdict.for_s)
+            return RankFault(ranks, what, error, nodes=self._names(ranks), detected_s=verdict.for_s)
         recovery = self._recovery
         if recovery is None or time.monotonic() - recovery.begun_s < LEAVE_S:
             return None
@@ -310,11 +310,11 @@ class Coordinator:
             f" {'their' if len(ranks) > 1 else 'its'} step within {LEAVE_S:g} s of a failure"
         )
         is_new = recovery.num_replaced == self._num_ranks  # new processes have no step to leave
-        return Fault(
+        return RankFault(
             ranks, what, RankFailed(what, ranks[0]), is_new=is_new, nodes=self._names(ranks)
         )
 
-    def _can_repair(self, fault: Fault) -> bool:
+    def _can_repair(self, fault: RankFault) -> bool:
         """Return True if the ranks of a fault are to be replaced."""
         if self._has_finished() or self._is_requested or not fault.is_transient:
             return False
@@ -322,7 +322,7 @@ class Coordinator:
         has_left = mirror.futile < MAX_FUTILE_RESTARTS and mirror.recoveries < self._limit
         return has_left or not fault.is_new
 
-    def _last_error(self, fault: Fault) -> RankFailed:
+    def _last_error(self, fault: RankFault) -> RankFailed:
         """Return the error of a run that ends by a fault, with what other ranks have reported
         meanwhile.
         """
@@ -348,7 +348,7 @@ class Coordinator:
     # -----------------------------------------------------------------------------------------------------
     # recoveries
 
-    def _repair(self, fault: Fault) -> None:
+    def _repair(self, fault: RankFault) -> None:
         """Order new processes for the ranks of a fault, and announce the next generation.
 
         All ranks are replaced if some have not met since the start or the last recovery: they wait
@@ -371,10 +371,10 @@ class Coordinator:
             f"meshwright: {fault.what}; {how}{where}, recovery {mirror.recoveries} of {self._limit}"
         )
         mirror.generation += 1
-        self._recovery = Recovery(fault, len(replaced))
+        self._recovery = RankRecovery(fault, len(replaced))
         self._order(replaced, is_recovery=True)
 
-    def _follow(self, recovery: Recovery) -> None:
+    def _follow(self, recovery: RankRecovery) -> None:
         """Note the phases that all ranks have completed; print and record a complete recovery."""
         for phase in PHASES:
             if phase not in recovery.times:
@@ -527,7 +527,7 @@ class Coordinator:
         yield from (each.link for each in self._nodes.values() if each.number not in self._lost)
         yield from (link for link, _ in self._strangers)
 
-    def _take(self, node: Node, message: Message) -> None:
+    def _take(self, node: Node, message: NodeMessage) -> None:
         """Take in a message of a node. Exits of processes that were replaced are left out."""
         if isinstance(message, Exit):
             is_here = message.rank in self._ranks_of(node.number)
@@ -548,7 +548,7 @@ class Coordinator:
             tell(f"meshwright: the spare node {node.name} is gone: {reason}")
 
     def _accept(self) -> None:
-        """Accept connections, and make nodes of those that say which they are."""
+        """Accept connections; add the nodes of those that send their first message."""
         if self._listener is not None and wait([self._listener], 0.0):
             with contextlib.suppress(OSError):
                 link = NodeLink(self._listener.accept()[0])

@@ -11,6 +11,7 @@ that is stuck itself stops to beat. No torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from typing import Annotated, Literal
@@ -37,13 +38,13 @@ Code = Annotated[int, Field(ge=-255, le=255)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
-class Message(BaseModel):
+class NodeMessage(BaseModel):
     """Base of messages: exact types, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Hello(Message):
+class Hello(NodeMessage):
     """First message of an agent: it is ready to fork ranks."""
 
     kind: Literal["hello"] = "hello"
@@ -55,13 +56,13 @@ class Hello(Message):
     """Address at which other nodes reach its ranks; empty: the loopback, or not known."""
 
 
-class Beat(Message):
+class Beat(NodeMessage):
     """Sign of life."""
 
     kind: Literal["beat"] = "beat"
 
 
-class Failure(Message):
+class Failure(NodeMessage):
     """Record of a failed rank, as in ``failure.py``."""
 
     message: Text
@@ -72,7 +73,7 @@ class Failure(Message):
     """Seconds since the failure: clocks of nodes differ."""
 
 
-class Exit(Message):
+class Exit(NodeMessage):
     """End of a rank's process."""
 
     kind: Literal["exit"] = "exit"
@@ -109,19 +110,19 @@ class Exit(Message):
         )
 
 
-class Signalled(Message):
+class Signalled(NodeMessage):
     """The ranks of a node are to save and exit."""
 
     kind: Literal["signalled"] = "signalled"
 
 
-class Stopped(Message):
+class Stopped(NodeMessage):
     """All ranks of a node have ended, as a :class:`Stop` asks."""
 
     kind: Literal["stopped"] = "stopped"
 
 
-class Order(Message):
+class Order(NodeMessage):
     """Ranks of a node from now on, and those that get new processes. All others are killed."""
 
     kind: Literal["order"] = "order"
@@ -135,13 +136,13 @@ class Order(Message):
     """Flag: the steps in memory are not to be used."""
 
 
-class Stop(Message):
+class Stop(NodeMessage):
     """The ranks are to be ended, and the agent stays."""
 
     kind: Literal["stop"] = "stop"
 
 
-class End(Message):
+class End(NodeMessage):
     """The run has ended."""
 
     kind: Literal["end"] = "end"
@@ -182,7 +183,7 @@ class NodeLink:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setblocking(False)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: NodeMessage) -> None:
         """Send a message; one that cannot be sent is lost with the link, which the next
         :meth:`receive` reports.
         """
@@ -205,7 +206,7 @@ class NodeLink:
         if self.silent_s > SILENT_S:
             self._lost = self._lost or f"no sign of life for {SILENT_S:g} s"
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[NodeMessage]:
         """Return the messages that have arrived.
 
         Raises:
@@ -225,7 +226,7 @@ class NodeLink:
         *lines, self._buffer = self._buffer.split(b"\n")
         if len(self._buffer) > MAX_LINE_BYTES:
             self._lost = "it has sent what is no message"
-        messages: list[Message] = []
+        messages: list[NodeMessage] = []
         for line in lines:
             try:
                 messages.append(_PARSER.validate_json(line))
@@ -244,4 +245,8 @@ class NodeLink:
 
 
 def _reason(error: OSError) -> str:
+    if error.errno in (errno.ECONNRESET, errno.EPIPE):
+        return "it has closed its connection"
+    if error.errno == errno.ETIMEDOUT:
+        return f"no answer for {KEEPALIVE_S} s"
     return f"its connection has ended ({error.strerror or type(error).__name__})"

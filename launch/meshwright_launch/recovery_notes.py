@@ -36,7 +36,7 @@ class Note(BaseModel):
 
 
 class Change(Note):
-    """What a generation changes."""
+    """Change from one generation to the next."""
 
     replaced: Ranks
     """Ranks with new processes."""
@@ -83,7 +83,7 @@ class CoordinatorNotes:
         self._has_verdict = False
 
     def announce(self, generation: int, replaced: Collection[int], lost: Sequence[str]) -> None:
-        """Announce a generation, the ranks that have new processes in it, and the addresses of nodes
+        """Publish a generation, the ranks that have new processes in it, and the addresses of nodes
         that are gone.
         """
         change = Change(replaced=tuple(sorted(replaced)), lost=tuple(lost))

@@ -232,8 +232,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "by_apptainer": container is not None and options.runtime == "apptainer",
             "mounts": shlex.quote(mounts),
             "workdir": shlex.quote(str(cwd)),
-            "agents": config.watch.mirror and not options.torchrun,
-            "lost": COORDINATOR_LOST,
+            "lost": COORDINATOR_LOST if config.watch.mirror and not options.torchrun else None,
             "python": "python3" if container else shlex.quote(sys.executable),
             "arguments": shlex.join(
                 [options.config, *overrides, *["--trust-code"] * options.trust_code]

@@ -508,7 +508,7 @@ def test_the_first_node_takes_the_job_along(
 
 
 def bring_back(cluster: Slurm, node: str) -> None:
-    """Boot a node that was powered off."""
+    """Start a node that was powered off."""
     cluster.hosts.heal(node)
     cluster.hosts.boot(node)
     cluster.start_node(node)

@@ -23,7 +23,7 @@ class Trap(nn.Module):
     """
 
     def __init__(self, rank: int, at_call: int, killed: bool | str, once: str) -> None:
-        """``killed``: by SIGKILL; the process of "agent", with its ranks; "hang": not at all; "stop":
+        """Set the trap. ``killed``: by SIGKILL; the process of "agent", with its ranks; "hang": not at all; "stop":
         by SIGSTOP; False: an error is raised.
         """
         super().__init__()

@@ -19,8 +19,8 @@ from meshwright_launch.node_link import (
     End,
     Exit,
     LinkLost,
-    Message,
     NodeLink,
+    NodeMessage,
     Order,
 )
 from meshwright_launch.node_ranks import RankExit
@@ -38,9 +38,9 @@ def pair() -> Iterator[tuple[socket.socket, NodeLink]]:
     link.close()
 
 
-def received(link: NodeLink, wanted: int = 1) -> list[Message]:
+def received(link: NodeLink, wanted: int = 1) -> list[NodeMessage]:
     """Return the messages that arrive within a second."""
-    found: list[Message] = []
+    found: list[NodeMessage] = []
     deadline_s = time.monotonic() + 10
     while len(found) < wanted and time.monotonic() < deadline_s:
         found += link.receive()
@@ -97,7 +97,7 @@ def test_what_is_no_message_ends_the_link(
         received(link)
 
 
-def received_now(link: NodeLink) -> list[Message]:
+def received_now(link: NodeLink) -> list[NodeMessage]:
     return link.receive()
 
 
