@@ -23,8 +23,8 @@ class Trap(nn.Module):
     """
 
     def __init__(self, rank: int, at_call: int, killed: bool | str, once: str) -> None:
-        """Set the trap. ``killed``: by SIGKILL; the process of "agent", with its ranks; "hang": not at all; "stop":
-        by SIGSTOP; False: an error is raised.
+        """Set the trap. ``killed``: True: by SIGKILL; "agent": the process that forks the ranks is;
+        "hang": not at all; "stop": by SIGSTOP; False: an error is raised.
         """
         super().__init__()
         self.rank, self.at_call, self.killed, self.once = rank, at_call, killed, once

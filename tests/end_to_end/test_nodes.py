@@ -4,6 +4,7 @@ its node, a dead node by a spare one; the losses are those of a run without a fa
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -51,7 +52,7 @@ def test_a_spare_node_takes_over(
     is no checkpoint before the end.
     """
     model = trapped(rank=3, at_call=14, killed="agent", once=str(tmp_path / "fired"))
-    config = mirrored(corpus, tmp_path / "runs", "dp2,tp2", model=model)
+    config = mirrored(corpus, tmp_path / "runs", "dp2,pp2", model=model)
     agents = Agents(shell, config, 3, 2, spares=1)
     assert agents.wait() == [0, -9, 0], agents.said()
     assert "node n1 lost: it has closed its connection; with it ranks 2, 3" in agents.said()
@@ -179,6 +180,45 @@ def test_a_stuck_rank_is_replaced(
     assert [starts_of(config, rank) for rank in (1, 2, 3)] == [2, 1, 1]
     (record,) = recoveries(config)
     assert record["replaced"] == 1 and record["detected_s"] >= 5
+    same_as_alone(config, tmp_path / "same", pool)
+
+
+@pytest.mark.long
+def test_a_signal_between_two_generations(
+    corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
+) -> None:
+    """It is kept while ranks are replaced: no step is lost, and the same command goes on."""
+    model = trapped(rank=1, at_call=14, killed=True, once=str(tmp_path / "fired"))
+    steps = {"train": {"steps": 400}, "checkpoint": {"every": 0}}
+    config = mirrored(corpus, tmp_path / "runs", "dp2", model=model, **steps)
+    agents = Agents(shell, config, 1, 2)
+    deadline_s = time.monotonic() + LIMIT_S
+    while "replaced in place" not in agents.said() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    agents.processes[0].send_signal(signal.SIGTERM)
+    assert agents.wait() == [85], agents.said()
+    assert "it is saved" in agents.said()
+    assert 2 <= num_lines(metrics(config)) < 400
+    assert Agents(shell, config, 1, 2).wait() == [0]
+    same_as_alone(config, tmp_path / "same", pool)
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_leave_its_step(
+    corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
+) -> None:
+    """It is killed with all others in the last permitted recovery, which the message says."""
+    config = mirrored(corpus, tmp_path / "runs", "dp3", 1, batch={"global_batch": 9})
+    config = config.replace(train={"steps": 300})
+    agents = Agents(shell, config, 1, 3)
+    wait_for_lines(metrics(config), 3, agents.processes[0])
+    stopped, killed = agents.ranks(0)[1:]
+    os.kill(stopped, signal.SIGSTOP)
+    kill(killed)
+    assert agents.wait() == [0], agents.said()
+    said = agents.said()
+    assert said.count("was ended by SIGKILL") == 1, said
+    assert "did not leave its step within 20 s of a failure; all ranks start anew" in said
     same_as_alone(config, tmp_path / "same", pool)
 
 
