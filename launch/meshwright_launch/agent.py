@@ -171,7 +171,7 @@ def joined(config: RunConfig, place: NodePlace) -> Iterator[NodeLink]:
                     f" {node_name()} and of {place.host}; another port: MASTER_PORT",
                 ) from None
             time.sleep(CONNECT_PAUSE_S)
-    link = NodeLink(connection)
+    link = NodeLink(connection, place.num_nodes)
     try:
         name = node_name()[:255]
         address = own_address(place.host) or ""

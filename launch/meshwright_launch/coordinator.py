@@ -72,6 +72,9 @@ SPARE_GRACE_S = 10.0
 HELLO_S = 10.0
 """Time for a connection to send its first message."""
 MAX_STRANGERS = 64
+"""Most connections without a first message, besides those of the run's nodes."""
+TURN_S = 0.02
+"""Pause before messages are taken in: those of many nodes together."""
 REPLACED_EXIT_CODES = (1,)
 """Exit codes that a replacement may get past, besides deaths by a signal."""
 
@@ -293,13 +296,15 @@ class Coordinator:
         recovery.
         """
         verdict = self._notes.take_verdict()
-        if verdict is not None:
-            ranks = tuple(rank for rank in verdict.ranks if rank < self._num_ranks)
+        if verdict is not None and max(verdict.ranks) < self._num_ranks:
+            ranks = verdict.ranks
             what = verdict.message.splitlines()[0]
             error = RankFailed(verdict.message, min(ranks), HangError.exit_code)
             return RankFault(ranks, what, error, nodes=self._names(ranks), detected_s=verdict.for_s)
         recovery = self._recovery
-        if recovery is None or time.monotonic() - recovery.begun_s < LEAVE_S:
+        if recovery is None or "left" in recovery.times:
+            return None
+        if time.monotonic() - recovery.begun_s < LEAVE_S:
             return None
         came = self._notes.came("left", self._num_ranks)
         ranks = tuple(rank for rank in range(self._num_ranks) if rank not in came)
@@ -504,7 +509,8 @@ class Coordinator:
             limit_s = RECOVERY_POLL_S if self._recovery is not None else self._own.agent.poll_s()
         links = [link.connection for link in self._links() if isinstance(link, NodeLink)]
         listener = [] if self._listener is None else [self._listener]
-        wait([*listener, *links, *self._own.agent.sentinels()], limit_s)
+        if wait([*listener, *links, *self._own.agent.sentinels()], limit_s) and limit_s:
+            time.sleep(TURN_S)
         before_s, self._turn_s = self._turn_s, time.monotonic()
         self._accept()
         for node in [each for each in self._nodes.values() if each.number not in self._lost]:
@@ -549,10 +555,13 @@ class Coordinator:
 
     def _accept(self) -> None:
         """Accept connections; add the nodes of those that send their first message."""
-        if self._listener is not None and wait([self._listener], 0.0):
+        most = MAX_STRANGERS + self._place.num_nodes
+        while self._listener is not None and wait([self._listener], 0.0):
             with contextlib.suppress(OSError):
-                link = NodeLink(self._listener.accept()[0])
+                link = NodeLink(self._listener.accept()[0], self._place.num_nodes)
                 self._strangers.append((link, time.monotonic()))
+            if len(self._strangers) > most:
+                self._dismiss(self._strangers[0])
         for stranger in list(self._strangers):
             link, came_s = stranger
             try:
@@ -565,8 +574,6 @@ class Coordinator:
                 self._welcome(messages[0], link)
             elif messages or time.monotonic() - came_s > HELLO_S:
                 self._dismiss(stranger)
-        for stranger in self._strangers[:-MAX_STRANGERS]:
-            self._dismiss(stranger)
 
     def _dismiss(self, stranger: tuple[NodeLink, float]) -> None:
         self._strangers.remove(stranger)

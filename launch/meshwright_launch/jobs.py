@@ -100,7 +100,8 @@ def _prepare_training(config: RunConfig, world_size: int) -> tuple[Work, RunConf
             keys = "launch.max_restarts and watch.mirror have"
         tell(
             f"{keys} no effect here: the launcher restarts the ranks (torchrun --max-restarts, sbatch"
-            " --requeue)"
+            " --requeue). watch.mirror needs one agent on each node: `meshwright slurm` starts them,"
+            " and docs/reliability.md has the variables for other schedulers"
         )
     return work, checked
 

@@ -75,8 +75,8 @@ def launch(work: Work, config: RunConfig) -> None:
     make_logs(config)
     port = rendezvous_port()
     with open_ranks(work, config) as ranks:
-        # kept: the store ends with it
-        store, bound = open_store(listen_on_loopback(port), LOOPBACK, num_ranks)
+        # kept: the store ends with the object
+        _store, bound = open_store(listen_on_loopback(port), LOOPBACK, num_ranks)
         try:
             for rank in range(num_ranks):
                 ranks.start(LocalRank(rank, num_ranks, LOOPBACK, bound))
@@ -84,8 +84,6 @@ def launch(work: Work, config: RunConfig) -> None:
         except RankFailed as failed:
             failed.is_requested = ranks.signals.has_forwarded
             raise
-        finally:
-            del store
 
 
 def check_number(config: RunConfig) -> int:

@@ -25,6 +25,8 @@ MAX_LINE_BYTES = 1 << 20
 MAX_TEXT = 60_000
 """Maximal length of a message or traceback of a rank; the rest is in its log."""
 BEAT_S = 1.0
+BEATS_PER_S = 200
+"""Most beats that reach the coordinator in a second: more nodes beat more slowly."""
 KEEPALIVE_S = 8
 """Seconds without an answer after which a machine counts as lost: longer than the failover of a link."""
 SILENT_S = 60.0
@@ -163,9 +165,10 @@ class LinkLost(Exception):
 class NodeLink:
     """Connection to another node. No call blocks."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Take over a connection."""
+    def __init__(self, connection: socket.socket, num_nodes: int = 1) -> None:
+        """Take over a connection. ``num_nodes``: those of the run."""
         self.connection = connection
+        self._beat_s = max(BEAT_S, num_nodes / BEATS_PER_S)
         self._buffer = b""
         self._lost = ""
         self._sent_s = 0.0
@@ -195,14 +198,14 @@ class NodeLink:
 
     def beat(self) -> None:
         """Send a sign of life when one is due."""
-        if time.monotonic() - self._sent_s >= BEAT_S:
+        if time.monotonic() - self._sent_s >= self._beat_s:
             self.send(Beat())
 
     def count_silence(self, turn_s: float) -> None:
         """Count time without a message. ``turn_s``: seconds of this process's last turn; one that was
         stopped meanwhile (SIGSTOP, a suspended job) counts no more than a beat.
         """
-        self.silent_s += min(turn_s, BEAT_S)
+        self.silent_s += min(turn_s, self._beat_s)
         if self.silent_s > SILENT_S:
             self._lost = self._lost or f"no sign of life for {SILENT_S:g} s"
 

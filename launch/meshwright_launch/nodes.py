@@ -164,7 +164,11 @@ def _listen(host: str, port: int) -> socket.socket:
     """
     try:
         listener = open_listener(host, port)
-        return socket.create_server(("", port)) if listener is None else listener
+        return (
+            socket.create_server(("", port), backlog=socket.SOMAXCONN)
+            if listener is None
+            else listener
+        )
     except OSError as error:
         raise MeshError(
             "MW-LAUNCH-122",
