@@ -1,10 +1,11 @@
-"""Cost of the mirror in memory (``watch.mirror``): its share of a step, and its bytes beside the formula.
+"""Cost of the mirror in memory (``watch.mirror``): its share of a step, and its bytes beside the price.
 
-    python benchmarks/mirror.py [--steps 10] [--out FILE]
+    python benchmarks/mirror.py [--nodes 2] [--rounds 5] [--out FILE]
 
-Each model trains on dp 2 x pp 2 x tp 2 with ZeRO-1. The mirror is timed inside the same steps:
-seconds of ``Mirror.after_step``, of the slowest rank, over seconds of ``take_step``. Its bytes must
-be 2 x the tensors of a checkpoint and the headers of two files for each rank.
+Each model trains on dp 2 x pp 2 x tp 2 with ZeRO-1, on one node or on emulated ones, which keep copies of
+each other's mirrors. Steps with a mirror and steps without take turns. "alone": seconds of copy and exchange
+when nothing runs beside them; "added": by how much steps with a mirror are longer. Bytes must be those of
+run/mirror_size.py, beside the headers of the files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,59 +36,88 @@ from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.parts import StepEvent
 from meshwright.run.mirror import Mirror
+from meshwright.run.mirror_size import MirrorSize, mirror_size
 from meshwright.step import take_step
+from meshwright.system.host import NODE
 from meshwright_launch.leftovers import MEMORY
 from meshwright_launch.pool import RankPool
 
 RANKS = 8
 TIMEOUT_S = 1800.0
+STEPS = 4
 MODELS = {"1.3 M": (128, 4, 4096), "27 M": (512, 8, 4096)}
 """Hidden size, number of layers and vocabulary, by number of parameters."""
 
 
 class Times(NamedTuple):
-    """Seconds of each step on one rank, and parameters of the model."""
+    """Seconds of each round on one rank, and the price of the mirror."""
 
-    step_s: list[float]
-    mirror_s: list[float]
+    with_s: list[float]
+    without_s: list[float]
+    alone_s: list[float]
+    sent_bytes: float
     parameters: int
+    price: MirrorSize
 
 
 def measure(
-    rank: int, world_size: int, options: dict[str, object], folder: Path, steps: int
+    rank: int, world_size: int, options: dict[str, object], folder: Path, nodes: int, rounds: int
 ) -> Times:
-    """Take some steps, each followed by its mirror."""
+    """Take steps with a mirror and without, in turns."""
     config = run_config(2, 2, 2)
     model = config.model.model_copy(update={"options": options})
-    grid = Grid(dp=2, pp=2, tp=2)
-    parts = build(
-        config.model_copy(update={"model": model}), open_mesh(grid, "cpu"), (Samples(), {})
-    )
-    mirror = Mirror(parts, folder, 0)
-    step_s, mirror_s = [], []
-    for step in range(steps + 2):  # the first two lay out the files
+    os.environ[NODE] = f"node{rank * nodes // world_size}"
+    mesh = open_mesh(Grid(dp=2, pp=2, tp=2), "cpu")
+    parts = build(config.model_copy(update={"model": model}), mesh, (Samples(), {}))
+    directory = folder / os.environ.pop(NODE)
+    directory.mkdir(exist_ok=True)
+    mirror = Mirror(parts, directory, 0)
+
+    def take_steps(number: int, *, mirrored: bool) -> float:
+        """Return the seconds of a step, of the slowest rank."""
+        parts.mesh.world.barrier()
         start_s = time.perf_counter()
-        stats = take_step(parts)
-        taken_s = time.perf_counter()
-        event = StepEvent(
-            stats, 0.0, is_first=step == 0, is_last=False, is_stopping=False, is_saving=False
-        )
+        for _ in range(number):
+            event = StepEvent(take_step(parts), 0.0, False, False, False, False)
+            if mirrored:
+                mirror.after_step(parts, event)
+        mirror.join()
+        parts.mesh.world.barrier()
+        return (time.perf_counter() - start_s) / number
+
+    def mirror_alone() -> float:
+        """Return the seconds of a mirror with nothing beside it, of the slowest rank."""
+        event = StepEvent(take_step(parts), 0.0, False, False, False, False)
+        parts.mesh.world.barrier()
+        start_s = time.perf_counter()
         mirror.after_step(parts, event)
-        parts.mesh.world.barrier()  # the slowest rank's
-        step_s.append(taken_s - start_s)
-        mirror_s.append(time.perf_counter() - taken_s)
-    return Times(step_s[2:], mirror_s[2:], parts.blueprint.num_parameters)
+        mirror.join()
+        parts.mesh.world.barrier()
+        return time.perf_counter() - start_s
+
+    take_steps(3, mirrored=True)  # the first two lay out the files
+    sent = 0.0 if mirror.exchange is None else mirror.exchange.sent_bytes
+    alone_s = [mirror_alone()]
+    sent = 0.0 if mirror.exchange is None else mirror.exchange.sent_bytes - sent
+    with_s, without_s = [], []
+    for _ in range(rounds):
+        with_s.append(take_steps(STEPS, mirrored=True))
+        without_s.append(take_steps(STEPS, mirrored=False))
+        alone_s.append(mirror_alone())
+    price = mirror_size(parts.blueprint, mesh.nodes)
+    return Times(with_s, without_s, alone_s, sent, parts.blueprint.num_parameters, price)
 
 
 def main() -> int:
-    """Run, print and write; return 1 if the bytes are not those of the formula."""
+    """Run, print and write; return 1 if the bytes are not those of the price."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=10, help="steps of each model (default 10)")
+    parser.add_argument("--nodes", type=int, default=2, help="emulated nodes (default 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each model (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    table = Table("parameters", "step s", "mirror s", "share", "bytes", "2 x tensors", "more")
+    table = Table("parameters", "step s", "alone s", "added s", "share", "held", "sent", "more")
     console = Console(width=120)
     found: list[dict[str, Any]] = []
     is_exact = True
@@ -102,33 +133,24 @@ def main() -> int:
                 "tied": True,
             }
             with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-                ranks = pool.run(
-                    measure, RANKS, options, Path(folder), arguments.steps, timeout_s=TIMEOUT_S
-                )
-                files = list(Path(folder).glob("*/*.safetensors"))
+                place = Path(folder)
+                how = (options, place, arguments.nodes, arguments.rounds)
+                ranks: list[Times] = pool.run(measure, RANKS, *how, timeout_s=TIMEOUT_S)
+                files = list(place.glob("*/*/*.safetensors"))
                 written = sum(path.stat().st_size for path in files)
                 headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
-            step_s = statistics.median(ranks[0].step_s)
-            mirror_s = statistics.median(ranks[0].mirror_s)
-            expected = 2 * 12 * ranks[0].parameters
-            is_exact = is_exact and written == expected + headers
-            row = {
-                "parameters": ranks[0].parameters,
-                "step_s": step_s,
-                "mirror_s": mirror_s,
-                "bytes": written,
-                "tensor_bytes": expected,
-                "header_bytes": headers,
-            }
+            row = row_of(ranks, written, headers)
+            is_exact = is_exact and row["is_exact"]
             found.append(row)
             table.add_row(
                 name,
-                f"{step_s:.3f}",
-                f"{mirror_s:.4f}",
-                f"{mirror_s / step_s:.1%}",
+                f"{row['without_s']:.3f}",
+                f"{row['alone_s']:.4f}",
+                f"{row['added_s']:.4f}",
+                f"{row['added_s'] / row['without_s']:.1%}",
                 f"{written:,}",
-                f"{expected:,}",
-                f"{written - expected:,}",
+                f"{row['sent_bytes']:,.0f}",
+                f"{headers:,}",
             )
     console.print(table)
     if arguments.out is not None:
@@ -136,6 +158,27 @@ def main() -> int:
         report = {"environment": environment(command), "models": found}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0 if is_exact else 1
+
+
+def row_of(ranks: Sequence[Times], written: int, headers: int) -> dict[str, Any]:
+    """Return the figures of one model. ``written``: bytes of all files, ``headers`` among them."""
+    first = ranks[0]
+    added = [a - b for a, b in zip(first.with_s, first.without_s, strict=True)]
+    price = round(sum(first.price.held.values()))
+    return {
+        "parameters": first.parameters,
+        "without_s": statistics.median(first.without_s),
+        "alone_s": statistics.median(first.alone_s),
+        "added_s": statistics.median(added),
+        "added_least_s": min(added),
+        "added_most_s": max(added),
+        "held_bytes": written,
+        "header_bytes": headers,
+        "price_held_bytes": price,
+        "sent_bytes": sum(each.sent_bytes for each in ranks),
+        "price_sent_bytes": sum(first.price.sent),
+        "is_exact": written - headers == price,
+    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from meshwright.config import Train
 from meshwright.config.functions import error_place, find_function
 from meshwright.data.sources import StreamSource
 from meshwright.errors import CallbackError, ConfigError, reason_of
-from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.parts import NOT_MIRRORED, Observer, Parts, StepEvent
 from meshwright.system.bounded import parse_json
 from meshwright.terminal.output import tell
 from meshwright.tracking.record import MAX_EXTRA, is_extra_name
@@ -146,7 +146,11 @@ class Callbacks(Observer):
         self.raise_error()
 
     def before_step(self, parts: Parts) -> None:
-        """Run ``before_step`` of each callback."""
+        """Run ``before_step`` of each callback, after the mirror of the step before: a callback may
+        change what its thread copies.
+        """
+        if any(type(each).before_step is not Observer.before_step for each in self.observers):
+            parts.flags[NOT_MIRRORED]()
         self._call("before_step", parts, lambda each: each.before_step(parts))
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:

@@ -40,6 +40,7 @@ from meshwright.run.observers import (
     EndOfRun,
     GarbageCollection,
     PeakMemory,
+    RecoveryRecords,
     RunFilesCheck,
     Validation,
     set_loss_name,
@@ -341,6 +342,8 @@ def observe(
         # utilization, power, temperature and more of all GPUs, sampled in the background
         *gpu_metrics(parts),
         *expert_load(parts, files.directory),  # tokens of each expert, where a router counts them
+        # recoveries in place, which the launcher logs
+        *([RecoveryRecords(files.directory)] if parts.config.watch.mirror else []),
         Records(tracker),  # metrics.jsonl, console, wandb
         DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
         # files of the corpus that were overwritten under the run

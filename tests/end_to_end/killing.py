@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,31 @@ class AfterSteps(Observer):
         step = parts.state.step
         if str(step) in os.environ["KILLED_AFTER"].split() and parts.mesh.rank == step % 4:
             kill_once(f"-{step}")
+
+
+class SlowMirrors(AfterSteps):
+    """Makes every mirror slow, and kills ranks as its base does."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Put a pause in front of the copy."""
+        from meshwright.checkpoint import memory
+
+        copy = memory._copy
+
+        def copy_slowly(pieces: Any, targets: Any) -> None:
+            time.sleep(0.3)
+            copy(pieces, targets)
+
+        memory._copy = copy_slowly
+
+
+class WritesBeforeSteps(SlowMirrors):
+    """Changes weights before each step, as a callback may."""
+
+    def before_step(self, parts: Parts) -> None:
+        """Change this rank's shards."""
+        for shard in parts.optimizer.shards:
+            shard.weights.mul_(1.001)
 
 
 class InTheMirror(Observer):

@@ -62,7 +62,7 @@ class Nodes:
         """Launch the ranks; return the output of rank 0."""
         self._generation += 1
         for node in self.nodes:
-            (self.memory / node).mkdir(exist_ok=True)
+            (self.memory / node).mkdir(parents=True, exist_ok=True)
         store: Any = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.PrefixStore("recovery", store).add("generation", self._generation)  # type: ignore[attr-defined]
         place = (self.nodes, str(self.memory), store.port, self._generation, self._environment)

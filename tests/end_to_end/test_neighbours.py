@@ -54,6 +54,30 @@ def test_a_lost_node_is_read_from_the_next_one(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("callback", ["WritesBeforeSteps", "SlowMirrors"])
+def test_a_step_waits_for_its_mirror(
+    callback: str, corpus: Path, tmp_path: Path, pool: RankPool, memory: Path
+) -> None:
+    """The update, and a callback that changes weights before a step, come after the copy."""
+    environment = {"KILLED_ONCE": str(tmp_path / "fired"), "KILLED_AFTER": "4"}
+    callbacks = {"train": {"callbacks": (f"tests.end_to_end.killing:{callback}",)}}
+    config = mirrored(corpus, tmp_path / "runs", "dp4,zero3", **callbacks)
+    nodes = Nodes(pool, memory, "aabb", environment)
+    nodes.train_until_killed(config)
+    pool.kill()
+    nodes.lose("b")
+    assert "step 3, 24 samples" in nodes.train(config)
+    pool.kill()  # their mirrors are slow
+    (tmp_path / "fired-4").touch()
+    same = Nodes(pool, memory / "same", "aabb", environment)
+    unbroken = mirrored(corpus, tmp_path / "same", "dp4,zero3", **callbacks)
+    same.train(unbroken)
+    pool.kill()
+    assert exact_losses(config) == exact_losses(unbroken)
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(unbroken.run)))
+
+
+@pytest.mark.long
 def test_shard_and_copy_are_gone(
     corpus: Path, tmp_path: Path, pool: RankPool, memory: Path
 ) -> None:

@@ -202,6 +202,7 @@ def test_kills_at_random_moments(
     assert len(lines(config)) == 25 and exact_losses(config) == exact_losses(same)
     assert not differing(tensors(run_directory(config.run)), tensors(run_directory(same.run)))
     assert recoveries(config), "no rank was killed"
+    assert any("train/recoveries" in line for line in lines(config)), "no record names one"
 
 
 def _kill(

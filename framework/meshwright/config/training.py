@@ -260,8 +260,9 @@ class Watch(Section):
     never.
     """
     mirror: bool = False
-    """Keep the last step in host memory, and replace a dead rank in place:
-    no step is lost, the other processes stay. With ``launch.max_restarts`` only.
+    """Keep the last two steps in host memory, on several nodes in that of the next one too, and replace
+    a dead rank in place: the other processes stay, and at most one step that was complete is taken
+    again. With ``launch.max_restarts`` only.
     """
 
 

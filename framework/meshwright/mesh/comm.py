@@ -365,13 +365,6 @@ class Group:
         assert self.process_group is not None
         return DeviceMesh.from_group(self.process_group, device_type)
 
-    def abort(self) -> None:
-        """End the operations of this rank with an error, on any thread. The group cannot be used
-        afterwards.
-        """
-        if self.process_group is not None:
-            self.process_group.abort()
-
     def barrier(self) -> None:
         """Block until every rank of the group has called this."""
         if self.size > 1:

@@ -36,6 +36,10 @@ class StepEvent:
     """True if a checkpoint of this step is due."""
     save_s: float | None = None
     """Seconds of the checkpoint that was completed since the step before; None: none was."""
+    recoveries: int | None = None
+    """Recoveries in place so far; None: none was completed since the step before."""
+    recovery_s: float | None = None
+    """Seconds of the last one."""
     straggler: StragglerShare | None = None
     """Largest delay of the step; None: not measured in this step, or not on this rank."""
     validation_loss: float | None = None

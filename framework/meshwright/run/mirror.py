@@ -17,8 +17,8 @@ overwrite it, step k is. This holds from the second step of a launch on. In its 
 step that the launch has resumed from takes the place of k - 1: its slot is the other one. Of a node that was
 lost, it is on the nodes that held the copies only.
 
-The join is also before the update, which changes what the thread copies. Buffers that forward changes
-are copied before the thread starts.
+The join is also before the update, which changes what the thread copies, and before a callback's
+``before_step``, which may. Buffers that forward changes are copied before the thread starts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from meshwright.run.mirror_exchange import MirrorExchange
 from meshwright.run.pieces import frozen_names, saved_pieces, saved_running
 from meshwright.run.tensors import agree_on_states, checkpoint_metadata
 from meshwright.terminal.output import print_warning
+
+LEAVE_S = 15.0
+"""Longest wait for the thread after an error."""
 
 
 class Mirror(Observer):
@@ -118,11 +121,11 @@ class Mirror(Observer):
         self.join()
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """End the thread: it may wait for a rank that is lost."""
-        if self._thread is not None and self.exchange is not None:
-            parts.mesh.host.abort()
+        """Wait for the thread, which holds the parts. What it waits for is on its way, or is lost with
+        a rank that has died or left, whose connections then end. (gloo cannot abort a receive.)
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LEAVE_S)
 
     def _run(
         self,

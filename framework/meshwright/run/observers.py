@@ -31,8 +31,9 @@ from meshwright.parts import (
 )
 from meshwright.pipeline.values import Feed
 from meshwright.run.collector import StepCollector
-from meshwright.run.directory import PEAKS, Peaks
+from meshwright.run.directory import PEAKS, RECOVERIES, Peaks
 from meshwright.run.files import RunFiles
+from meshwright.run.recoveries import LoggedRecovery, read_recoveries
 from meshwright.run.saving import Saver
 from meshwright.system.atomic import write_atomic
 from meshwright.system.process import StopRequest
@@ -102,6 +103,39 @@ class Validation(Observer):
         """Report the last validation loss."""
         if self._last is not None:
             self._report(self._last)
+
+
+class RecoveryRecords(Observer):
+    """Observer that puts a recovery into the record of the step after it, on rank 0: the launcher
+    logs it when all ranks have taken a step.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._size = self._log_size()
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Fill the event if the log has grown. Blocks for a look at a local file."""
+        if parts.mesh.rank != 0 or self._log_size() == self._size:
+            return
+        self._size = self._log_size()
+        try:
+            found = [
+                each
+                for each in read_recoveries(self._directory)
+                if isinstance(each, LoggedRecovery)
+            ]
+        except (OSError, ValueError):
+            return
+        if found:
+            event.recoveries = len(found)
+            event.recovery_s = found[-1].seconds.get("stepped")
+
+    def _log_size(self) -> int:
+        try:
+            return (self._directory / RECOVERIES).stat().st_size
+        except OSError:
+            return 0
 
 
 class PeakMemory(Observer):

@@ -172,6 +172,8 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         loss_scale=stats.loss_scale if config.train.dtype == "float16" else None,
         restarts=parts.restarts,
         save_s=event.save_s,
+        recoveries=event.recoveries,
+        recovery_s=event.recovery_s,
         validation_s=event.validation_s,
         straggler=straggler.name if straggler is not None else None,
         straggler_rank=straggler.rank if straggler is not None and straggler.name else None,

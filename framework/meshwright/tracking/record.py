@@ -86,6 +86,10 @@ class StepRecord:
     """Loss scale of the step; None unless the run computes in float16."""
     mfu_causal: float | None = None
     """Model FLOPs utilisation with causal attention counted half."""
+    recoveries: int | None = None
+    """Recoveries in place so far, in the first record after rank 0 saw one completed."""
+    recovery_s: float | None = None
+    """Seconds from when its failure was seen to the first step of all ranks."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Metrics of callbacks, of the model and of GPUs, by name."""
 
@@ -106,6 +110,7 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
     "train/samples": lambda r: r.samples_seen,
     "train/skipped": lambda r: 1 if r.skipped else None,
     "train/restarts": lambda r: r.restarts or None,
+    "train/recoveries": lambda r: r.recoveries,
     "optimizer/loss_scale": lambda r: r.loss_scale,
     "perf/step_s": lambda r: r.step_s,
     "perf/data_s": lambda r: r.data_s,
@@ -117,6 +122,7 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
     "perf/mfu_causal": lambda r: r.mfu_causal,
     "perf/bubble_share": lambda r: r.bubble_share,
     "perf/save_s": lambda r: r.save_s,
+    "perf/recovery_s": lambda r: r.recovery_s,
     "perf/validation_s": lambda r: r.validation_s,
     "perf/straggler_rank": lambda r: r.straggler_rank,
     "perf/straggler_share": lambda r: r.straggler_share,
@@ -216,6 +222,8 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         skipped="train/skipped" in content,
         restarts=_count(content.get("train/restarts", 0)),
         save_s=optional("perf/save_s"),
+        recoveries=_count(content["train/recoveries"]) if "train/recoveries" in content else None,
+        recovery_s=optional("perf/recovery_s"),
         validation_s=optional("perf/validation_s"),
         straggler=str(content["perf/straggler"]) if "perf/straggler" in content else None,
         straggler_rank=_count(content["perf/straggler_rank"])

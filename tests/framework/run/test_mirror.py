@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +20,10 @@ from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, m
 from meshwright.checkpoint.memory_read import Box, FoundShard, choose_step
 from meshwright.config import RunConfig, resolve
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.mesh.mesh import close_mesh, leave_mesh, open_mesh
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import NOT_MIRRORED, StepEvent
-from meshwright.run.mirror import Mirror
+from meshwright.run.mirror import LEAVE_S, Mirror
 from meshwright.run.mirror_size import MirrorSize, mirror_size
 from meshwright.step import take_step
 from meshwright.system.host import NODE
@@ -210,3 +212,35 @@ def test_frozen_weights_are_copied_once(tmp_path: Path) -> None:
     assert [write(step).frozen is not None for step in range(5, 8)] == [True, False, False]
     assert files[0].samefile(files[1])
     assert files[0].read_bytes().endswith(torch.ones(4).numpy().tobytes())
+
+
+def leave_in_between(rank: int, world_size: int, config: RunConfig, place: str) -> float:
+    """Return the seconds in which an error ends a mirror that waits for rank 3, which leaves."""
+    os.environ[NODE] = "aabb"[rank]
+    try:
+        mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu")
+    finally:
+        del os.environ[NODE]
+    parts = build(config, mesh)
+    directory = Path(place) / "aabb"[rank]
+    directory.mkdir(exist_ok=True)
+    mirror = Mirror(parts, directory, 0)
+    event = StepEvent(take_step(parts), 0.0, False, False, False, False)
+    if rank < 3:
+        mirror.after_step(parts, event)
+    else:
+        time.sleep(1.0)
+    start_s = time.monotonic()
+    mirror.on_error(parts, RuntimeError())
+    seconds = time.monotonic() - start_s
+    leave_mesh()
+    del mesh, parts, mirror
+    gc.collect()
+    return seconds
+
+
+def test_an_error_ends_a_mirror_that_waits(tmp_path: Path, pool: RankPool, place: Path) -> None:
+    """Rank 1 waits for the answer of rank 3, which has an error before its mirror begins."""
+    config = config_of(tmp_path, "dp4,zero1")
+    seconds = pool.run(leave_in_between, 4, config, str(place))
+    assert 0.5 < seconds[1] < LEAVE_S - 5, seconds

@@ -22,6 +22,7 @@ NAMES = [
     "train/samples",
     "train/skipped",
     "train/restarts",
+    "train/recoveries",
     "optimizer/loss_scale",
     "perf/step_s",
     "perf/data_s",
@@ -33,6 +34,7 @@ NAMES = [
     "perf/mfu_causal",
     "perf/bubble_share",
     "perf/save_s",
+    "perf/recovery_s",
     "perf/validation_s",
     "perf/straggler_rank",
     "perf/straggler_share",
@@ -54,6 +56,8 @@ def test_names_are_the_ones_people_know(record) -> None:
         "bubble_share": 0.125,
         "validation_loss": 2.0,
         "save_s": 1.5,
+        "recoveries": 2,
+        "recovery_s": 2.5,
     }
     measured |= {"mfu_causal": 0.125, "validation_s": 0.75}
     measured["validation_perplexity"] = perplexity(2.0)
@@ -78,6 +82,8 @@ def test_every_field_reaches_a_metric(record) -> None:
         "mfu": 0.25,
         "bubble_share": 0.125,
         "save_s": 1.5,
+        "recoveries": 2,
+        "recovery_s": 2.5,
         "loss_scale": 8.0,
     }
     measured |= {"mfu_causal": 0.125, "validation_s": 0.75}

@@ -553,3 +553,36 @@ def test_the_x_axis_says_what_it_is(tmp_path: Path) -> None:
     assert [json.loads(each.data)["x"] for each in together] == [
         "step", "tokens", "step", "tokens", "step", "step",
     ]  # fmt: skip
+
+
+def test_recoveries_in_place_are_a_table_and_marks(tmp_path: Path) -> None:
+    """Of the present format and of one before; a damaged line is a remark."""
+    grid = Grid(pp=2, dp=2, tp=2)
+    directory = make_run(tmp_path / "run", 40, starts=[(0, grid), (10, grid), (25, grid)])
+    now = {
+        "at": "2026-12-01 12:00:00+00:00",
+        "generation": 1,
+        "what": "rank 3 was ended by <b>SIGKILL</b>",
+        "nodes": ["node7"],
+        "replaced": 4,
+        "step": 11,
+        "detected_s": 3.25,
+        "left_s": 1.0,
+        "groups_s": 1.5,
+        "built_s": 2.0,
+        "restored_s": 2.25,
+        "stepped_s": 2.75,
+    }
+    before = {key: now[key] for key in ("at", "generation", "what", "left_s", "stepped_s")}
+    text = "\n".join([json.dumps(now), json.dumps(before), "[1", "{}"])
+    (directory / "recoveries.jsonl").write_text(text + "\n")
+    run = read_run(directory)
+    assert [each.step for each in run.recoveries] == [11, None, None]
+    assert [(mark.x, mark.name) for mark in marks_of(run)] == [(10, "a recovery"), (25, "a start")]
+    assert len(run.remarks) == 1 and "recoveries.jsonl:3 is damaged" in run.remarks[0]
+    html = page([run])
+    for cell in ("node7", "3.25", "2.75", "rank 3 was ended by &lt;b&gt;SIGKILL"):
+        assert f">{cell}" in html, cell
+    assert "Recoveries in place" in html and "Recoveries in place" not in page(
+        [read_run(make_run(tmp_path / "other", 5))]
+    )

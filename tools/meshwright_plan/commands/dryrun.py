@@ -129,6 +129,7 @@ def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
     from meshwright_plan.commands.plans import execution_options
     from meshwright_plan.dryrun.report import StepTimeEstimate
     from meshwright_plan.planner.choice import choice_of
+    from meshwright_plan.planner.mirror import MirrorLinks
     from meshwright_plan.planner.model_cache import ModelCache
     from meshwright_plan.planner.plan import evaluate
     from meshwright_plan.planner.row_work import row_lines
@@ -142,6 +143,7 @@ def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
         hardware.name,
         hardware.usable_bytes,
         row_lines(cache, hardware, found),
+        MirrorLinks.of(hardware),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +18,7 @@ from meshwright_plan.dryrun.job import Job, matrices_of_rank
 from meshwright_plan.dryrun.rank_profile import Category, RankProfile
 from meshwright_plan.planner.balance import first_to_last, stage_costs
 from meshwright_plan.planner.matrix_step import newton_schulz_flops
+from meshwright_plan.planner.mirror import MirrorLinks, mirror_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +37,8 @@ class StepTimeEstimate(NamedTuple):
     """Memory of a device that is available to tensors."""
     rows: Sequence[str] = ()
     """Lines on rows of unequal work, if the documents of a corpus are known."""
+    links: MirrorLinks | None = None
+    """Links that a mirror in host memory goes over."""
 
 
 class WireTraffic(NamedTuple):
@@ -195,12 +198,7 @@ def describe(
             else ", by the schedule and the layers' shares of time; messages cost nothing"
         ),
     ]
-    if time is not None:
-        lines.append(
-            f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for"
-            f" {time.device}"
-        )
-        lines += [f"{'' if at else 'rows':12} {line}" for at, line in enumerate(time.rows)]
+    lines += _predictions(job, nodes, time)
     if found:
         return "\n".join(
             [
@@ -218,6 +216,20 @@ def describe(
         "  and no rank blocks forever",
     ]
     return "\n".join(lines)
+
+
+def _predictions(job: Job, nodes: Sequence[str], time: StepTimeEstimate | None) -> Iterator[str]:
+    """Yield the lines on the predicted step, and on a mirror in host memory."""
+    links, step_s = None, 0.0
+    if time is not None:
+        links, step_s = time.links, time.step_s
+        yield (
+            f"step         {step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for {time.device}"
+        )
+        for at, line in enumerate(time.rows):
+            yield f"{'' if at else 'rows':12} {line}"
+    for at, line in enumerate(mirror_lines(job.blueprint, nodes, links, step_s)):
+        yield f"{'' if at else 'mirror':12} {line}"
 
 
 def _memory_rows(job: Job) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import Plan, tokens_per_second, usable_bytes
 from meshwright_plan.planner.ranking import error_share
 from meshwright_plan.planner.row_work import row_lines
-from meshwright_plan.planner.text import memory_rows, notes
+from meshwright_plan.planner.text import memory_rows, notes, of_mirror
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MAX_DRAWN = 4096
@@ -52,7 +52,11 @@ def page(cache: ModelCache, plan: Plan) -> str:
         strategy=strategy(cache, plan),
         rows=_rows(cache, plan),
         why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
-        notes=[*notes(plan), *([f"rows: {' '.join(of_rows)}"] if of_rows else [])],
+        notes=[
+            *notes(plan),
+            *([f"rows: {' '.join(of_rows)}"] if of_rows else []),
+            *([f"mirror: {' '.join(of_mirror(plan))}"] if of_mirror(plan) else []),
+        ],
         categories=CATEGORIES,
         memory=memory_rows(first),
         memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),

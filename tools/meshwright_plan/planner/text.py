@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.mesh import draw_placement, nodes_of
 from meshwright.schedule.drawing import text as schedule_text
@@ -14,6 +15,7 @@ from meshwright_plan.planner.context import context_words
 from meshwright_plan.planner.explanation import strategy, why
 from meshwright_plan.planner.load import room_for_skew
 from meshwright_plan.planner.memory.rank import CATEGORIES
+from meshwright_plan.planner.mirror import MirrorLinks, mirror_lines
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import (
     HEADROOM_SHARE,
@@ -69,6 +71,7 @@ def describe(cache: ModelCache, plan: Plan) -> str:
         *memory_table(first),
     ]
     lines += room_for_skew(cache, plan.hardware, first)
+    lines += [f"{'' if at else 'mirror':10} {line}" for at, line in enumerate(of_mirror(plan))]
     if 1 < first.choice.pp <= 16:
         lines += ["", *schedule_text(first.time.timeline, WIDTH).splitlines()]
     return "\n".join(lines)
@@ -156,6 +159,18 @@ def notes(plan: Plan) -> list[str]:
             f" {fastest.choice}"
         )
     return lines
+
+
+def of_mirror(plan: Plan) -> list[str]:
+    """Return the lines on the mirror in host memory of the first layout; none without
+    ``watch.mirror``.
+    """
+    first = plan.best[0]
+    if not first.config.watch.mirror:
+        return []
+    nodes = nodes_of(plan.nodes, plan.hardware.devices_per_node)
+    links = MirrorLinks.of(plan.hardware)
+    return mirror_lines(draw_blueprint(first.config), nodes, links, first.time.total)
 
 
 def memory_rows(layout: RankedLayout) -> list[tuple[str, ...]]:

@@ -212,7 +212,11 @@ def smoothed(curve: Sequence[Point]) -> list[Point]:
 
 def marks_of(run: RunContents) -> list[Mark]:
     """Build marks for restarts, and for steps that were skipped or whose loss is not finite."""
-    marks = [Mark(attempt.from_step, "a start") for attempt in run.attempts[1:]]
+    recovered = {each.step - 1 for each in run.recoveries if each.step}
+    marks = [
+        Mark(attempt.from_step, "a recovery" if attempt.from_step in recovered else "a start")
+        for attempt in run.attempts[1:]
+    ]
     bad = [
         record.step for record in run.records if record.skipped or not math.isfinite(record.loss)
     ]

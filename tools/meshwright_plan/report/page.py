@@ -15,6 +15,7 @@ from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.config.keys import flatten
 from meshwright.errors import UserError
 from meshwright.mesh import Grid
+from meshwright.run.recoveries import PHASES, LoggedRecovery
 from meshwright.schedule.analysis import Costs, timeline_of
 from meshwright.schedule.drawing import text
 from meshwright.schedule.load import draw_schedule, num_forwards
@@ -135,6 +136,8 @@ def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
         "stragglers": stragglers(run),
         "attempts": shortened([row if has_jobs else row[:-1] for row in attempts]),
         "has_jobs": has_jobs,
+        "recoveries": shortened([recovery_row(each) for each in run.recoveries]),
+        "phases": PHASES,
         "checkpoints": shortened([saved.cells(clock) for saved in run.checkpoints]),
         "hang": run.hang,
         "config": config_text(run),
@@ -167,7 +170,24 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
             yield "memory", f"{figures['memory at the peak']}, at the peak"
         yield "time in steps", figures["time in steps"]
     yield "starts", f"{len(run.attempts)}"
+    if run.recoveries:
+        yield "recoveries in place", f"{len(run.recoveries)}"
     yield "checkpoints", f"{len(run.checkpoints)}"
+
+
+def recovery_row(recovery: LoggedRecovery) -> tuple[str, ...]:
+    """Return the cells of a recovery in place: what was repaired, where, and the seconds of each
+    phase.
+    """
+    seconds = (recovery.seconds.get(phase) for phase in PHASES)
+    return (
+        recovery.at,
+        recovery.what,
+        ", ".join(recovery.nodes) or "-",
+        "-" if recovery.replaced is None else str(recovery.replaced),
+        "-" if recovery.step is None else f"{recovery.step:,}",
+        *("-" if each is None else f"{each:.3g}" for each in seconds),
+    )
 
 
 def memory_of(run: RunContents) -> Memory | None:

@@ -27,6 +27,7 @@ from meshwright.run.directory import (
     METRICS,
     METRICS_AGAIN,
     PLACEMENT,
+    RECOVERIES,
     RESOLVED,
     STARTS,
     STATUS,
@@ -34,6 +35,7 @@ from meshwright.run.directory import (
     find_run,
     read_peaks,
 )
+from meshwright.run.recoveries import LoggedRecovery, read_recoveries
 from meshwright.system.bounded import (
     MIB,
     check_values,
@@ -95,6 +97,8 @@ class RunContents:
     records: tuple[StepRecord, ...]
     """One record for each step that counts, in order."""
     attempts: tuple[Attempt, ...]
+    recoveries: tuple[LoggedRecovery, ...]
+    """Recoveries in place, in order."""
     checkpoints: tuple[CheckpointInfo, ...]
     """Checkpoints, oldest first."""
     trace: LoadedTrace | None
@@ -177,6 +181,7 @@ def read_run(place: Path) -> RunContents:
         resolved=resolved,
         records=records,
         attempts=attempts,
+        recoveries=_recoveries(directory, remarks),
         checkpoints=read_checkpoints(directory / "checkpoints", remarks),
         trace=_trace(directory, remarks),
         state=state,
@@ -265,6 +270,22 @@ def _attempts(
         )
         for number in sorted({*range(len(lines)), *kept_by_start, *repeated_by_start})
     )
+
+
+def _recoveries(directory: Path, remarks: list[str]) -> tuple[LoggedRecovery, ...]:
+    """Read the log of recoveries in place; most runs have none."""
+    found: list[LoggedRecovery] = []
+    try:
+        for each in read_recoveries(directory):
+            if isinstance(each, LoggedRecovery):
+                found.append(each)
+            else:
+                remarks.append(each)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        remarks.append(f"{directory / RECOVERIES} cannot be read: {error}")
+    return tuple(found)
 
 
 def _trace(directory: Path, remarks: list[str]) -> LoadedTrace | None:
