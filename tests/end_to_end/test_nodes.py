@@ -191,7 +191,7 @@ def test_a_signal_between_two_generations(
     config = mirrored(corpus, tmp_path / "runs", "dp2", model=model, **steps)
     agents = Agents(shell, config, 1, 2)
     deadline_s = time.monotonic() + LIMIT_S
-    while "replaced in place" not in agents.said() and time.monotonic() < deadline_s:
+    while "; replaced in place" not in agents.said() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     agents.processes[0].send_signal(signal.SIGTERM)
     assert agents.wait() == [85], agents.said()
