@@ -235,7 +235,7 @@ class Coordinator:
         elif fault is not None:
             self._stop()
             raise self._last_error(fault)
-        elif self._recovery is not None and self._has_finished():
+        elif self._recovery is not None and self._has_finished() and not self._have_met():
             self._stop()  # those that wait for a rank that has ended the run
             raise RankFailed(
                 "a rank died while the others ended the run; the next start finds it complete", 0
@@ -247,6 +247,10 @@ class Coordinator:
         return len(self._exits) == self._num_ranks and not any(
             each.code for each in self._exits.values()
         )
+
+    def _have_met(self) -> bool:
+        """Return True if all ranks have met since the start or the last fault."""
+        return self._notes.count("groups") == self._num_ranks
 
     def _has_finished(self) -> bool:
         """Return True if some rank has ended the run."""
@@ -366,8 +370,7 @@ class Coordinator:
         if fault.is_new:
             log_failure(fault.error, self._directory)
             mirror.count_failure(mirror.newest_step())
-        has_met = self._notes.count("groups") == self._num_ranks
-        is_partial = has_met and self._recovery is None
+        is_partial = self._have_met() and self._recovery is None
         replaced = fault.ranks if is_partial else tuple(range(self._num_ranks))
         spares = self._replace_nodes()
         how = "replaced in place" if is_partial else "all ranks start anew"

@@ -156,7 +156,7 @@ def test_agents_that_do_not_belong(corpus: Path, tmp_path: Path, shell: Shell) -
     config = mirrored(corpus, tmp_path / "other", "dp2", launch={"timeout_s": 20})
     agents = Agents(shell, config, 2, 1)
     agents.processes[1].kill()
-    stranger = agents.start(1, "--train.seed=7")
+    stranger = agents.start(1, "--run.seed=7")
     assert stranger.wait(LIMIT_S) == 2
     assert "is refused by that of n0: its configuration" in agents.said(1)
     assert agents.processes[0].wait(LIMIT_S) == 1
