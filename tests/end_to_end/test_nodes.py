@@ -153,13 +153,23 @@ def test_agents_that_do_not_belong(corpus: Path, tmp_path: Path, shell: Shell) -
     config = mirrored(corpus, tmp_path / "runs", "dp2")
     agents = Agents(shell, config, 1, 2)  # alone: as without nodes
     assert agents.wait() == [0], agents.said()
-    config = mirrored(corpus, tmp_path / "other", "dp2", launch={"timeout_s": 20})
+    config = mirrored(corpus, tmp_path / "other", "dp2")
     agents = Agents(shell, config, 2, 1)
-    agents.processes[1].kill()
+    kill(agents.processes[1].pid)
     stranger = agents.start(1, "--run.seed=7")
-    assert stranger.wait(LIMIT_S) == 2
+    assert stranger.wait(LIMIT_S) == 2, agents.said(1)
     assert "is refused by that of n0: its configuration" in agents.said(1)
-    assert agents.processes[0].wait(LIMIT_S) == 1
+    agents.processes[0].send_signal(signal.SIGTERM)
+    assert agents.processes[0].wait(LIMIT_S) == 128 + signal.SIGTERM
+
+
+@pytest.mark.long
+def test_a_node_that_does_not_come(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """It is named, with the address that it cannot reach."""
+    config = mirrored(corpus, tmp_path / "runs", "dp2", launch={"timeout_s": 5})
+    agents = Agents(shell, config, 2, 1)
+    kill(agents.processes[1].pid)
+    assert agents.wait() == [1, -9]
     assert "[MW-LAUNCH-120]" in agents.said() and "not of node 1" in agents.said()
 
 
@@ -198,7 +208,7 @@ def test_a_signal_between_two_generations(
     assert "it is saved" in agents.said()
     assert 2 <= num_lines(metrics(config)) < 400
     assert Agents(shell, config, 1, 2).wait() == [0]
-    same_as_alone(config, tmp_path / "same", pool)
+    same_as_alone(config, tmp_path / "same", pool, again=True)
 
 
 @pytest.mark.long
