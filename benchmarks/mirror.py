@@ -3,9 +3,9 @@
     python benchmarks/mirror.py [--nodes 2] [--rounds 5] [--out FILE]
 
 Each model trains on dp 2 x pp 2 x tp 2 with ZeRO-1, on one node or on emulated ones, which keep copies of
-each other's mirrors. Steps with a mirror and steps without take turns. "alone": seconds of copy and exchange
-when nothing runs beside them; "added": by how much steps with a mirror are longer. Bytes must be those of
-run/mirror_size.py, beside the headers of the files.
+each other's mirrors. "alone": seconds of copy and exchange when nothing runs beside them; "waits": seconds in
+which the main thread of the slowest rank waits for them in a step, when they run beside it. Bytes must be
+those of run/mirror_size.py, beside the headers of the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from task import Samples, run_config
 from meshwright.build import build
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.parts import StepEvent
+from meshwright.parts import NOT_MIRRORED, StepEvent
 from meshwright.run.mirror import Mirror
 from meshwright.run.mirror_size import MirrorSize, mirror_size
 from meshwright.step import take_step
@@ -52,8 +53,8 @@ MODELS = {"1.3 M": (128, 4, 4096), "27 M": (512, 8, 4096)}
 class Times(NamedTuple):
     """Seconds of each round on one rank, and the price of the mirror."""
 
-    with_s: list[float]
-    without_s: list[float]
+    step_s: list[float]
+    waits_s: list[float]
     alone_s: list[float]
     sent_bytes: float
     parameters: int
@@ -63,7 +64,7 @@ class Times(NamedTuple):
 def measure(
     rank: int, world_size: int, options: dict[str, object], folder: Path, nodes: int, rounds: int
 ) -> Times:
-    """Take steps with a mirror and without, in turns."""
+    """Take rounds of some steps with a mirror beside them, and one with nothing beside it."""
     config = run_config(2, 2, 2)
     model = config.model.model_copy(update={"options": options})
     os.environ[NODE] = f"node{rank * nodes // world_size}"
@@ -73,17 +74,29 @@ def measure(
     directory.mkdir(exist_ok=True)
     mirror = Mirror(parts, directory, 0)
 
-    def take_steps(number: int, *, mirrored: bool) -> float:
-        """Return the seconds of a step, of the slowest rank."""
-        parts.mesh.world.barrier()
+    waited = [0.0]
+
+    def timed(function: Callable[[], object]) -> None:
         start_s = time.perf_counter()
+        function()
+        waited[0] += time.perf_counter() - start_s
+
+    def join_timed() -> bool:
+        timed(mirror.join)
+        return False
+
+    parts.flags[NOT_MIRRORED] = join_timed
+
+    def take_steps(number: int) -> tuple[float, float]:
+        """Return the seconds of a step, and those in which the main thread waits in it."""
+        parts.mesh.world.barrier()
+        start_s, waited[0] = time.perf_counter(), 0.0
         for _ in range(number):
             event = StepEvent(take_step(parts), 0.0, False, False, False, False)
-            if mirrored:
-                mirror.after_step(parts, event)
+            timed(partial(mirror.after_step, parts, event))
+        seconds = (time.perf_counter() - start_s) / number, waited[0] / number
         mirror.join()
-        parts.mesh.world.barrier()
-        return (time.perf_counter() - start_s) / number
+        return seconds
 
     def mirror_alone() -> float:
         """Return the seconds of a mirror with nothing beside it, of the slowest rank."""
@@ -95,17 +108,18 @@ def measure(
         parts.mesh.world.barrier()
         return time.perf_counter() - start_s
 
-    take_steps(3, mirrored=True)  # the first two lay out the files
+    take_steps(3)  # the first two lay out the files
     sent = 0.0 if mirror.exchange is None else mirror.exchange.sent_bytes
     alone_s = [mirror_alone()]
     sent = 0.0 if mirror.exchange is None else mirror.exchange.sent_bytes - sent
-    with_s, without_s = [], []
+    step_s, waits_s = [], []
     for _ in range(rounds):
-        with_s.append(take_steps(STEPS, mirrored=True))
-        without_s.append(take_steps(STEPS, mirrored=False))
+        taken_s, waiting_s = take_steps(STEPS)
+        step_s.append(taken_s)
+        waits_s.append(waiting_s)
         alone_s.append(mirror_alone())
     price = mirror_size(parts.blueprint, mesh.nodes)
-    return Times(with_s, without_s, alone_s, sent, parts.blueprint.num_parameters, price)
+    return Times(step_s, waits_s, alone_s, sent, parts.blueprint.num_parameters, price)
 
 
 def main() -> int:
@@ -117,7 +131,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each model (default 5)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    table = Table("parameters", "step s", "alone s", "added s", "share", "held", "sent", "more")
+    table = Table("parameters", "step s", "alone s", "waits s", "share", "held", "sent", "more")
     console = Console(width=120)
     found: list[dict[str, Any]] = []
     is_exact = True
@@ -144,10 +158,10 @@ def main() -> int:
             found.append(row)
             table.add_row(
                 name,
-                f"{row['without_s']:.3f}",
+                f"{row['step_s']:.3f}",
                 f"{row['alone_s']:.4f}",
-                f"{row['added_s']:.4f}",
-                f"{row['added_s'] / row['without_s']:.1%}",
+                f"{row['waits_s']:.4f}",
+                f"{row['waits_s'] / row['step_s']:.1%}",
                 f"{written:,}",
                 f"{row['sent_bytes']:,.0f}",
                 f"{headers:,}",
@@ -163,15 +177,13 @@ def main() -> int:
 def row_of(ranks: Sequence[Times], written: int, headers: int) -> dict[str, Any]:
     """Return the figures of one model. ``written``: bytes of all files, ``headers`` among them."""
     first = ranks[0]
-    added = [a - b for a, b in zip(first.with_s, first.without_s, strict=True)]
+    slowest = [max(of_round) for of_round in zip(*(each.waits_s for each in ranks), strict=True)]
     price = round(sum(first.price.held.values()))
     return {
         "parameters": first.parameters,
-        "without_s": statistics.median(first.without_s),
+        "step_s": statistics.median(first.step_s),
         "alone_s": statistics.median(first.alone_s),
-        "added_s": statistics.median(added),
-        "added_least_s": min(added),
-        "added_most_s": max(added),
+        "waits_s": statistics.median(slowest),
         "held_bytes": written,
         "header_bytes": headers,
         "price_held_bytes": price,
