@@ -215,7 +215,7 @@ def test_a_signal_between_two_generations(
 def test_a_rank_that_does_not_leave_its_step(
     corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
 ) -> None:
-    """It is killed with all others in the last permitted recovery, which the message says."""
+    """It is killed with all others in the last permitted recovery, and the message names this reason."""
     config = mirrored(corpus, tmp_path / "runs", "dp3", 1, batch={"global_batch": 9})
     config = config.replace(train={"steps": 300})
     agents = Agents(shell, config, 1, 3)
