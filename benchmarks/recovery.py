@@ -1,11 +1,12 @@
-"""Time from the death of a rank to the next new step: replaced in place beside a restart of all ranks.
+"""Time from a death to the second new step: a rank replaced in place, a node by a spare one, and a restart.
 
     python benchmarks/recovery.py [--kills 5] [--out FILE]
 
-Both sides train the demo on 8 ranks of this machine and lose a random rank to SIGKILL, in turns:
+All train the demo on 8 ranks of this machine, in turns:
 
-    in place   watch.mirror = true
-    restart    watch.mirror = false; a checkpoint every 10 steps
+    in place     watch.mirror = true; a random rank is ended by SIGKILL
+    spare node   the same on two emulated nodes and a spare one; the second node's agent is killed, and its ranks
+    restart      watch.mirror = false; a checkpoint every 10 steps; a random rank is killed
 
 A new step is one that the run had not recorded before. Needs the demo's corpus (`make demo`, or
 `meshwright data stdlib`, see README.md). Exit code 1: a loss differs from that of a run without a
@@ -21,6 +22,7 @@ import os
 import random
 import shlex
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,13 +37,16 @@ from rich.table import Table
 
 SIDES = {
     "in place": ["--watch.mirror=true"],
+    "spare node": ["--watch.mirror=true"],
     "restart": ["--checkpoint.every=10"],
 }
 STEPS = 60
 
 
-def start(folder: Path, name: str, keys: list[str]) -> subprocess.Popen[bytes]:
-    """Start a run of the demo."""
+def start(
+    folder: Path, name: str, keys: list[str], variables: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a run of the demo, or with ``variables`` the agent of one of its nodes."""
     words = [
         "train",
         "configs/demo.toml",
@@ -54,6 +59,7 @@ def start(folder: Path, name: str, keys: list[str]) -> subprocess.Popen[bytes]:
     ]
     return subprocess.Popen(
         [sys.executable, "-m", "meshwright_launch", *words],
+        env=os.environ | (variables or {}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -84,19 +90,38 @@ def wait_for(path: Path, step: int, run: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
+def start_nodes(folder: Path, name: str, keys: list[str]) -> list[subprocess.Popen[bytes]]:
+    """Start the agents of two nodes with four ranks each, and of a spare one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {
+        "MESHWRIGHT_NNODES": "3",
+        "MESHWRIGHT_NPROC_PER_NODE": "4",
+        "MESHWRIGHT_SPARES": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    own = [{"MESHWRIGHT_NODE_RANK": str(node), "MESHWRIGHT_NODE": f"n{node}"} for node in range(3)]
+    return [start(folder, name, keys, variables | each) for each in own]
+
+
 def killed(folder: Path, name: str, side: str, draw: random.Random) -> tuple[float, dict[int, str]]:
-    """Run the demo, kill one rank, and return the seconds to the next new step and all losses."""
+    """Run the demo, kill a rank or a node, and return the seconds to the second new step and all losses."""
     metrics = folder / name / "metrics.jsonl"
-    run = start(folder, name, [*SIDES[side], "--launch.max_restarts=5"])
+    keys = [*SIDES[side], "--launch.max_restarts=5"]
+    agents = start_nodes(folder, name, keys) if side == "spare node" else []
+    run = agents[0] if agents else start(folder, name, keys)
     wait_for(metrics, draw.randint(12, 19), run)
     time.sleep(draw.random() / 2)
     ranks = [pid for server in children(run.pid) for pid in children(server)]
     last = max(records(metrics))
-    os.kill(draw.choice(ranks), signal.SIGKILL)
+    os.kill(agents[1].pid if agents else draw.choice(ranks), signal.SIGKILL)
     start_s = time.monotonic()
     wait_for(metrics, last + 2, run)  # the next one may have been under way
     seconds = time.monotonic() - start_s
     assert run.wait() == 0
+    for agent in agents:
+        agent.wait()
     return seconds, records(metrics)
 
 
@@ -124,8 +149,9 @@ def main() -> int:
                 taken_s, losses = killed(folder, name, side, draw)
                 seconds[side].append(taken_s)
                 different += losses != whole
-            found = folder / f"in-place-{number}/recoveries.jsonl"
-            phases += [json.loads(line) for line in found.read_text().splitlines()]
+            for side in ("in-place", "spare-node"):
+                found = folder / f"{side}-{number}/recoveries.jsonl"
+                phases += [json.loads(line) for line in found.read_text().splitlines()]
     console = Console(width=100)
     table = Table("", "seconds from the kill to the second new step", "least", "most")
     for side, each in seconds.items():
@@ -133,7 +159,9 @@ def main() -> int:
             side, f"{statistics.median(each):.1f}", f"{min(each):.1f}", f"{max(each):.1f}"
         )
     console.print(table)
-    console.print(f"{different} of {2 * arguments.kills} runs with other losses", highlight=False)
+    console.print(
+        f"{different} of {len(SIDES) * arguments.kills} runs with other losses", highlight=False
+    )
     if arguments.out is not None:
         command = shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]])
         report = {"environment": environment(command), "seconds": seconds, "recoveries": phases}

@@ -143,6 +143,10 @@ class HangError(UserError):
     """Function to call between the message and the end of this process,
     which other ranks may need a little longer.
     """
+    stuck: tuple[int, ...] = ()
+    """Ranks that keep all others waiting, and whose replacement lets them go on; empty: not known."""
+    for_s = 0.0
+    """Seconds for which nothing has moved."""
 
 
 class HangEcho(HangError):

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,6 +39,10 @@ class RankFailed(Exception):
         self.is_requested = False
         """Flag: a signal had already requested the end of the run."""
         super().__init__(message)
+
+
+class NodesLost(RankFailed):
+    """Too few nodes are left for the ranks: a restart here cannot succeed, a start on others may."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +134,21 @@ def leave_exit_code(exit_code: int) -> None:
 
 def read_failures(records: Path) -> list[FailureRecord]:
     """Return the written failure records: causes before echoes, then the earliest first."""
-    failures = [
+    return causes_first(
         FailureRecord(**parse_json(read_text(file))) for file in records.glob("[0-9]*.json")
-    ]
+    )
+
+
+def read_failure(records: Path, rank: int) -> FailureRecord | None:
+    """Return the failure record of a rank; None: it has written none."""
+    try:
+        return FailureRecord(**parse_json(read_text(records / f"{rank}.json")))
+    except FileNotFoundError:
+        return None
+
+
+def causes_first(failures: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """Return failures in order: causes before echoes, then the earliest first."""
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 

@@ -42,15 +42,19 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     """Train, or resume the run of the same configuration."""
     from meshwright.run import RunLock
     from meshwright.run.directory import check_not_moved, run_directory
-    from meshwright_launch import devices, forking, local, restarts
+    from meshwright_launch import devices, forking, local, nodes, restarts
     from meshwright_launch.environment import Launcher
-    from meshwright_launch.mirror_place import mirror_place
+    from meshwright_launch.node_place import check_agent, find_place
 
     routing = [] if options.routing is None else [f"--train.routing={options.routing}"]
     config, launcher = _load_config(options, [*overrides, *routing])
     check_not_moved(config.run, options.config, overrides)
-    if launcher is not Launcher.NONE:
+    place = find_place(launcher)
+    check_agent(config, place)
+    if place is None and launcher is not Launcher.NONE:
         return _run_as_rank(config, launcher, _prepare_training)
+    if config.watch.mirror:
+        return _exit_code_of(lambda: nodes.train(config, place))
     directory = run_directory(config.run)
     RunLock(directory).check_free()  # before seconds of imports; rank 0 takes it
     if local.has_children(config.launch):
@@ -61,14 +65,12 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     num_ranks = checked.launch.processes
     with contextlib.suppress(OSError):  # a closed stdout does not stop the training
         put(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} on this machine", flush=True)
-    mirror = mirror_place(checked)
     return _exit_code_of(
         lambda: restarts.run_with_restarts(
-            lambda: local.launch(work, checked, mirror),
+            lambda: local.launch(work, checked),
             checked.launch.max_restarts,
             directory,
             lambda text: tell(f"meshwright: {text}"),
-            (lambda: 0) if mirror is None else mirror.newest_step,
         )
     )
 
@@ -99,7 +101,8 @@ def _prepare_training(config: RunConfig, world_size: int) -> tuple[Work, RunConf
             keys = "launch.max_restarts and watch.mirror have"
         tell(
             f"{keys} no effect here: the launcher restarts the ranks (torchrun --max-restarts, sbatch"
-            " --requeue)"
+            " --requeue). watch.mirror needs one agent on each node: `meshwright slurm` starts them,"
+            " and docs/reliability.md has the variables for other schedulers"
         )
     return work, checked
 
@@ -295,18 +298,17 @@ def run_inference(config: RunConfig, run: Place, prepare: Prepare) -> int:
         return _exit_code_of(lambda: local.launch(work, checked))
 
 
-def _exit_code_of(start: Callable[[], object]) -> int:
+def _exit_code_of(start: Callable[[], int | None]) -> int:
     """Start ranks on this machine, print the error that ended them, if any,
     and return the exit code.
     """
     from meshwright_launch.failure import RankFailed
-    from meshwright_launch.local import Interrupted
+    from meshwright_launch.node_ranks import Interrupted
 
     try:
-        start()
+        return start() or 0
     except (RankFailed, Interrupted) as error:
         return print_error(error, error.exit_code)
-    return 0
 
 
 def places_of_pages(message: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright_launch.leftovers import MEMORY, memory_directory
 
@@ -61,8 +60,3 @@ class MirrorPlace:
         """Forget all steps: a restart must not resume from them."""
         for slot in self.open().iterdir():
             shutil.rmtree(slot, ignore_errors=True)
-
-
-def mirror_place(config: RunConfig) -> MirrorPlace | None:
-    """Return the place of a run's mirror, to be passed to all its launches; None: it has none."""
-    return MirrorPlace() if config.watch.mirror else None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig
 from meshwright.errors import Preempted
-from meshwright.system.host import loopback
+from meshwright.system.host import interface_towards, is_loopback, loopback
 from meshwright.system.process import LISTENING, SIGNALS, GiveUp, ignore_signals, leave
 from meshwright.terminal.output import make_printable, tell
 from meshwright_launch.failure import LOG_HEAD, FailureRecord, describe, write_failure
@@ -51,7 +51,7 @@ usually it is ended before.
 
 
 class LocalRank(NamedTuple):
-    """Rank of a local run, and the address of the launcher's rendezvous store."""
+    """Rank of a node, and the address of the rendezvous store that a launcher serves."""
 
     rank: int
     world_size: int
@@ -61,31 +61,37 @@ class LocalRank(NamedTuple):
     """Number of this launch of the ranks; see ``recovery.py``."""
     mirror: str | None = None
     """Directory of the mirror in memory; None: the launcher does not recover in place."""
+    on_node: tuple[int, int] | None = None
+    """Rank on its node, and number of ranks there; None: there is one node."""
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of ``torch.distributed`` for a client of the launcher's store.
-
-        All sockets of the run use the loopback interface, whatever the user's shell has set for a
-        cluster.
-        """
-        return {
+        """Return the environment of ``torch.distributed`` for a client of the launcher's store."""
+        local_rank, local_size = self.on_node or (self.rank, self.world_size)
+        found = {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
+            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(local_size),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RUN_ID": "local",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": loopback(),
-            "NCCL_SOCKET_IFNAME": loopback(),
-            **(
-                {}
-                if self.mirror is None
-                else {GENERATION: str(self.generation), MIRROR: self.mirror}
-            ),
+            **self._interfaces(),
         }
+        if self.mirror is not None:
+            found |= {GENERATION: str(self.generation), MIRROR: self.mirror}
+        return found
+
+    def _interfaces(self) -> dict[str, str]:
+        """Return the network interface of gloo and NCCL. A run of one machine uses the loopback,
+        whatever the user's shell has set for a cluster.
+        """
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if is_loopback(self.host):
+            return dict.fromkeys(names, loopback())
+        interface = interface_towards(self.host)
+        return {name: interface for name in names if interface and not os.environ.get(name)}
 
 
 def run_rank(

@@ -1,74 +1,73 @@
-"""Recovery in place (``watch.mirror``): a dead rank is replaced, and the other processes stay.
+"""A rank's side of recoveries in place (``watch.mirror``): a dead rank is replaced, and the other
+processes stay.
 
-    launcher       rank 3 was ended by SIGKILL: forks another process for it, announces generation 1
+    coordinator    orders a new process for rank 3, announces generation 1 (coordinator.py)
     other ranks    their collectives fail, or a thread aborts them when it sees the announcement;
                    they close their groups and free their memory
     all ranks      rendezvous of generation 1, mesh, build, resume from the mirror, train
-    launcher       all ranks have taken a step: the recovery is complete, and recorded
-
-What fails before it is complete, or does not come in time, is not repaired again: the launcher kills
-all ranks and starts them anew, from the same mirror. Each failure counts as one of
-``launch.max_restarts``. After the last one, or three in a row at the same step, a failure is handled
-as without a mirror (restarts.py), and the ranks again resume from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.errors import Preempted
+from meshwright.errors import HangEcho, HangError, Preempted, UserError
 from meshwright.mesh.mesh import abort_groups, leave_mesh
 from meshwright.mesh.rendezvous import DEFAULT_PORT
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.mirror import Mirror
-from meshwright.system.atomic import append_synced
+from meshwright.system.host import shut_connections
 from meshwright.system.numbers import MAX_INT64, MAX_PORT, environment_number
-from meshwright.system.process import StopRequest
-from meshwright.terminal.output import tell
-from meshwright_launch.failure import RankFailed, has_lost_peer
-from meshwright_launch.mirror_place import MirrorPlace
+from meshwright.system.process import GiveUp, StopRequest, leave
+from meshwright_launch.failure import has_lost_peer
 from meshwright_launch.rank import GENERATION, MIRROR
-from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
+from meshwright_launch.recovery_notes import (
+    MAX_MESSAGE,
+    HangVerdict,
+    announced,
+    changes,
+    note_store,
+)
 
-RECOVERIES = "recoveries.jsonl"
-"""File of a run's directory with a line for each recovery."""
-PREFIX = "recovery"
-PHASES = ("left", "groups", "built", "restored", "stepped")
-"""Phases of a recovery that each rank reports to the launcher, in order."""
 POLL_S = 0.1
 """Interval in seconds in which a rank looks for an announcement."""
-LOST_PEER_S = 10.0
-"""Time for the launcher to announce a generation after a rank has lost a peer."""
-LEAVE_S = 20.0
-"""Time for the ranks to leave their step; those that do not are killed."""
-REPLACED_EXIT_CODES = (1,)
-"""Exit codes that a replacement may get past, besides deaths by a signal."""
+POLL_S_PER_RANK = 0.001
+"""Part of it for each rank of the run: all of them read from one store."""
+LOST_PEER_S = 20.0
+"""Time for the coordinator to announce a generation after a rank has lost a peer: it notices a dead
+machine after a few seconds.
+"""
+HANG_S = 5.0
+"""Time for it to announce one after a report of a hang."""
+KILL_S = 60.0
+"""Time for the agent to kill a process that another one replaces."""
 
 
 class Rejoin:
     """A rank's side of recoveries."""
 
     def __init__(self, generation: int, mirror: Path) -> None:
-        """Connect to the launcher's store."""
+        """Connect to the coordinator's store."""
         self.generation = generation
         self.mirror = mirror
         self.is_new = True
         """False: this process has taken part in an earlier generation."""
-        self.request = StopRequest()
-        """Request to stop: one for all generations, so that a recovery forgets none."""
-        self._rank = os.environ["RANK"]
-        self._notes = _note_store(_connect())
+        self._next = generation
+        """Generation that this rank is to join."""
+        self._request = StopRequest()
+        self._has_handlers = False
+        self._rank = int(os.environ["RANK"])
+        self._poll_s = max(POLL_S, POLL_S_PER_RANK * int(os.environ["WORLD_SIZE"]))
+        self._notes = note_store(_connect())
         self.report("left")  # a process that replaces another has nothing to leave
 
     @staticmethod
@@ -88,9 +87,26 @@ class Rejoin:
             return None
         return dist.PrefixStore(f"generation-{self.generation}", _connect())  # type: ignore[attr-defined]
 
+    def open_request(self) -> contextlib.nullcontext[StopRequest]:
+        """Handle signals from the first generation on to the end of this process: one that arrives
+        between two generations is kept too.
+        """
+        if not self._has_handlers:
+            self._request.__enter__()
+            self._has_handlers = True
+        return contextlib.nullcontext(self._request)
+
     def report(self, phase: str) -> None:
         """Report that this rank has completed a phase of its start or of a recovery."""
-        self._notes.set(f"{phase}/{self.generation}/{self._rank}", repr(time.monotonic()))
+        key = f"{phase}/{self.generation}"
+        self._notes.set(f"{key}/{self._rank}", "")
+        self._notes.add(key, 1)
+
+    def report_step(self, step: int) -> None:
+        """Report the first step of this generation."""
+        if self._rank == 0:
+            self._notes.set(f"step/{self.generation}", str(step))
+        self.report("stepped")
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -98,8 +114,13 @@ class Rejoin:
         ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(POLL_S):
-                if _announced(self._notes) > self.generation:
+            while not ended.wait(self._poll_s):
+                newest = announced(self._notes)
+                if newest > self.generation:
+                    later = changes(self._notes, self.generation, newest)
+                    # NOTE [gloo's abort]: it does not end a call that waits for a peer. A dead process is
+                    # no matter: its machine resets the connection. A dead machine sends nothing
+                    shut_connections({address for change in later for address in change.lost})
                     abort_groups()
                     return
 
@@ -111,184 +132,73 @@ class Rejoin:
             ended.set()
             thread.join()
 
+    def after_hang(self, give_up: GiveUp) -> GiveUp:
+        """Return the handler of a report of a hang: ranks that it names as stuck are replaced, and
+        this process stays; otherwise ``give_up`` ends it.
+        """
+        generation = self.generation
+
+        def report(error: UserError) -> None:
+            limit_s = HANG_S if isinstance(error, HangEcho) else 0.0
+            if isinstance(error, HangError) and error.stuck:
+                limit_s = HANG_S
+                message = str(error)[:MAX_MESSAGE]
+                verdict = HangVerdict(ranks=error.stuck, message=message, for_s=error.for_s)
+                self._notes.set(f"hang/{generation}", verdict.model_dump_json())
+            if self._wait_for_generation(generation, limit_s) == generation:
+                give_up(error)
+
+        return report
+
     def observers(self, parts: Parts) -> list[Observer]:
         """Return the observers of a run that recovers in place. Collective over all ranks;
         blocks.
         """
-        return [Mirror(parts, self.mirror, self.generation), FirstStep(self.report)]
+        return [Mirror(parts, self.mirror, self.generation), FirstStep(self.report_step)]
 
     def is_wanted(self, error: Exception) -> bool:
-        """Return True if the launcher has announced a generation that this rank is to join after
+        """Return True if the coordinator has announced a generation that this rank is to join after
         ``error``; waits for it if the rank has lost a peer.
+
+        Does not return in a process that another one replaces.
         """
         if isinstance(error, Preempted):
             return False
-        limit_s = time.monotonic() + (LOST_PEER_S if has_lost_peer(error) else 0.0)
-        while _announced(self._notes) == self.generation:
-            if time.monotonic() > limit_s:
-                return False
-            time.sleep(POLL_S / 2)
-        return True
+        limit_s = LOST_PEER_S if has_lost_peer(error) else 0.0
+        self._next = self._wait_for_generation(self.generation, limit_s)
+        later = changes(self._notes, self.generation, self._next)
+        if any(self._rank in change.replaced for change in later):
+            leave(1, KILL_S)
+        return self._next > self.generation
 
     def leave(self) -> None:
         """Close the groups of the generation before, free its memory and take the new number."""
         leave_mesh()
         gc.collect()  # parts refer to each other in circles
-        self.generation, self.is_new = _announced(self._notes), False
+        self.generation, self.is_new = self._next, False
         self.report("left")
+
+    def _wait_for_generation(self, after: int, limit_s: float) -> int:
+        """Return the newest generation, once it is a later one or the time is over."""
+        deadline_s = time.monotonic() + limit_s
+        while (newest := announced(self._notes)) <= after and time.monotonic() < deadline_s:
+            time.sleep(self._poll_s / 2)
+        return newest
 
 
 class FirstStep(Observer):
     """Observer that reports the first step of a generation."""
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[int], None]) -> None:
         self._report = report
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Report the first step."""
         if event.is_first:
-            self._report("stepped")
-
-
-class RankReplacer:
-    """The launcher's side of recoveries."""
-
-    def __init__(
-        self,
-        store: Any,
-        start: Callable[[int, int], Any],
-        num_ranks: int,
-        limit: int,
-        directory: Path,
-        place: MirrorPlace,
-    ) -> None:
-        """Recover at most ``limit`` times.
-
-        Args:
-            store: rendezvous store of the launcher.
-            start: function of a rank and a generation that forks its process.
-            directory: directory of the run.
-            place: the mirror, and the numbers of earlier launches.
-        """
-        self._place = place
-        self._notes = _note_store(store)
-        self._notes.add("generation", place.generation)
-        self._start = start
-        self._num_ranks = num_ranks
-        self._limit = limit
-        self._directory = directory
-        self._begun_s: float | None = None
-        self._what = ""
-        self._killed: set[int] = set()
-        """Ranks that were killed because they did not leave their step."""
-
-    @property
-    def is_pending(self) -> bool:
-        """True from a failure until all ranks have taken a step again."""
-        return self._begun_s is not None
-
-    def is_possible(self, exit_codes: Iterable[int]) -> bool:
-        """Return True if processes that ended with these codes are to be replaced."""
-        place = self._place
-        is_transient = all(code < 0 or code in REPLACED_EXIT_CODES for code in exit_codes)
-        is_futile = place.futile >= MAX_FUTILE_RESTARTS
-        return is_transient and not is_futile and place.recoveries < self._limit
-
-    def replace(self, ranks: list[Any], failed: Sequence[int], failure: RankFailed) -> list[int]:
-        """Fork new processes for the failed ranks, in ``ranks``; announce the next generation.
-        Return the ranks that have new processes.
-
-        All ranks are replaced if some have not met since the start or the last recovery: they wait
-        in a rendezvous that nothing can end. ``failure``: for the log of failures.
-        """
-        place, is_own_kill = self._place, set(failed) <= self._killed
-        if is_own_kill:
-            self._what = f"rank {failed[0]} did not leave its step within {LEAVE_S:g} s"
-        else:
-            self._what = _describe(failed, failure)
-            log_failure(failure, self._directory)
-            place.count_failure(place.newest_step())
-        has_met = len(self._times("groups")) == self._num_ranks
-        replaced = list(failed) if has_met and not self.is_pending else list(range(len(ranks)))
-        for rank in replaced:
-            ranks[rank].kill()
-            ranks[rank].join()
-        self._killed.clear()
-        place.generation += 1
-        self._begun_s = time.monotonic()
-        tell(
-            f"meshwright: {self._what}; {_how(len(replaced), len(ranks))}, recovery"
-            f" {place.recoveries} of {self._limit}"
-        )
-        for rank in replaced:
-            ranks[rank] = self._start(rank, place.generation)
-        self._notes.add("generation", 1)
-        return replaced
-
-    def check(self, ranks: Sequence[Any]) -> None:
-        """Complete a pending recovery if all ranks have taken a step; kill those that are stuck in
-        the step before.
-        """
-        assert self._begun_s is not None
-        if len(self._times("stepped")) == self._num_ranks:
-            self._complete()
-            return
-        if time.monotonic() - self._begun_s > LEAVE_S:
-            came = self._times("left")
-            for rank, process in enumerate(ranks):
-                if rank not in came and process.is_alive():
-                    self._killed.add(rank)
-                    process.kill()
-
-    def _complete(self) -> None:
-        """Print and record the times of the recovery."""
-        assert self._begun_s is not None
-        seconds = {
-            phase: round(max(self._times(phase).values()) - self._begun_s, 3) for phase in PHASES
-        }
-        self._begun_s = None
-        times = ", ".join(f"{phase} {value:.2f} s" for phase, value in seconds.items())
-        tell(f"meshwright: recovered: {times} after the failure was seen")
-        line = {
-            "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-            "generation": self._place.generation,
-            "what": self._what,
-            **{f"{phase}_s": value for phase, value in seconds.items()},
-        }
-        with contextlib.suppress(OSError):
-            append_synced(self._directory / RECOVERIES, (json.dumps(line) + "\n").encode())
-
-    def _times(self, phase: str) -> dict[int, float]:
-        """Return the time at which each rank has completed a phase of this generation."""
-        keys = {rank: f"{phase}/{self._place.generation}/{rank}" for rank in range(self._num_ranks)}
-        return {
-            rank: float(self._notes.get(key))
-            for rank, key in keys.items()
-            if self._notes.check([key])
-        }
-
-
-def _describe(failed: Sequence[int], failure: RankFailed) -> str:
-    """Return the first line of a failure, and how many more ranks have failed with it."""
-    first, more = str(failure).splitlines()[0], len(failed) - 1
-    return first + (f", and {more} more rank{'s' * (more > 1)} with it" if more else "")
-
-
-def _how(num_replaced: int, num_ranks: int) -> str:
-    """Return what becomes of the processes."""
-    return "all ranks start anew" if num_replaced == num_ranks else "replaced in place"
+            self._report(parts.state.step)
 
 
 def _connect() -> Any:
-    """Return a connection of its own to the launcher's store."""
+    """Return a connection of its own to the coordinator's store."""
     port = environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT)
     return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
-def _note_store(store: Any) -> Any:
-    return dist.PrefixStore(PREFIX, store)  # type: ignore[attr-defined]
-
-
-def _announced(notes: Any) -> int:
-    """Return the newest generation that the launcher has announced."""
-    return int(notes.add("generation", 0))

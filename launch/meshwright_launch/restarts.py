@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.errors import HangError, NonFiniteError, UserError
-from meshwright_launch.failure import RankFailed
+from meshwright_launch.failure import NodesLost, RankFailed
 
 GIVEN_UP_EXIT_CODE = 93
 RECURRING_EXIT_CODES = (UserError.exit_code, NonFiniteError.exit_code)
@@ -35,9 +35,10 @@ def is_transient(failure: RankFailed) -> bool:
     or raised an unexpected error.
 
     A hang and drifted replicas are also transient. A user's error and a NaN/Inf would recur. A run
-    that was already ending after a signal is not restarted.
+    that was already ending after a signal is not restarted, nor one that has lost its nodes.
     """
-    return failure.exit_code in TRANSIENT_EXIT_CODES and not failure.is_requested
+    is_here = not failure.is_requested and not isinstance(failure, NodesLost)
+    return is_here and failure.exit_code in TRANSIENT_EXIT_CODES
 
 
 def find_stop_reason(seen: Sequence[frozenset[int]], most: int) -> str | None:

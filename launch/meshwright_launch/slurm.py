@@ -4,7 +4,8 @@ rendered from one template that users may copy and edit, and submitted.
     CONFIG, nodes, devices per node, options for sbatch
       -> refused here: degrees that do not fill the nodes, a tensor-parallel group that straddles
       two
-      -> RUN/slurm/job.sbatch, printed    srun starts one task for each rank, or torchrun one for each node
+      -> RUN/slurm/job.sbatch, printed    srun starts one task for each rank; with torchrun, or with the agents
+                                          of watch.mirror, one for each node
       -> with --submit: sbatch
 
 The last lines of the script decide what follows the end of the ranks. A run that saved on request
@@ -36,6 +37,7 @@ from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_text
 from meshwright.terminal.output import print_warning, put, tell
 from meshwright.tracking.jsonl import read_records
+from meshwright_launch.agent import COORDINATOR_LOST
 from meshwright_launch.job_paths import missing_paths
 from meshwright_launch.rendering import render_template
 from meshwright_launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS, RECURRING_EXIT_CODES
@@ -75,6 +77,7 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
         load(options.config, overrides), options.nodes, options.devices_per_node
     )
     check_not_moved(config.run, options.config, overrides)
+    check_spares(config, options.spares, options.torchrun)
     script = render(config, overrides, options)
     script = with_checksum(script)
     place = write(script, config.run, replaces=options.force)
@@ -115,6 +118,22 @@ def resolve_for_nodes(config: RunConfig, num_nodes: int, per_node: int) -> tuple
     }
     check_placement(grid, nodes, **across)
     return resolved, draw_placement(grid, nodes)
+
+
+def check_spares(config: RunConfig, spares: int, uses_torchrun: bool) -> None:
+    """Refuse spare nodes that could replace none.
+
+    Raises:
+        UserError: the run has no mirror, or torchrun starts its ranks.
+    """
+    if spares and (uses_torchrun or not config.watch.mirror):
+        with_it = "and --torchrun" if uses_torchrun else "without watch.mirror = true"
+        raise UserError(
+            "MW-LAUNCH-123",
+            f"--spares {spares} {with_it}: spare nodes take the ranks of a dead node only where"
+            " meshwright's own agents start them. Set watch.mirror = true and launch.max_restarts,"
+            " without --torchrun, or leave --spares out",
+        )
 
 
 def measure_lead(run: Path) -> tuple[int, str]:
@@ -213,6 +232,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "by_apptainer": container is not None and options.runtime == "apptainer",
             "mounts": shlex.quote(mounts),
             "workdir": shlex.quote(str(cwd)),
+            "lost": COORDINATOR_LOST if config.watch.mirror and not options.torchrun else None,
             "python": "python3" if container else shlex.quote(sys.executable),
             "arguments": shlex.join(
                 [options.config, *overrides, *["--trust-code"] * options.trust_code]

@@ -194,7 +194,7 @@ def _train_in(
     for name, source in parts.validations.items():
         if warning := warn_of_small_validation(source, config.batch.global_batch, name):
             log(warning)
-    request = StopRequest() if rejoin is None else rejoin.request
+    opened_request = StopRequest() if rejoin is None else rejoin.open_request()
     stream = (
         [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
     )
@@ -210,11 +210,12 @@ def _train_in(
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
     limit_s, replace_status = config.launch.timeout_s, partial(files.write, STATUS)
+    on_hang = give_up if rejoin is None else rejoin.after_hang(give_up)
     watchdog = Watchdog(
-        mesh, directory, limit_s, steps, lambda: parts.state.step, give_up, replace_status
+        mesh, directory, limit_s, steps, lambda: parts.state.step, on_hang, replace_status
     )
     # to the end: a signal after the last step, or after the first signal, changes nothing
-    with request:
+    with opened_request as request:
         try:
             with (
                 watchdog,

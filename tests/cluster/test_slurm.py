@@ -46,6 +46,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 160
 LIMIT_S = 300.0
 OURS = re.compile(r"-m meshwright_launch train|slurmstepd: \[")
+OURS_ALONE = re.compile(r"^\S*python\S* -m meshwright_launch train|multiprocessing.forkserver")
 
 
 def submitted(cluster: Slurm, file: str, *words: str) -> str:
@@ -429,6 +430,87 @@ def test_the_job_survives(
             > before
         )
     record_property("noted", f"{' '.join((fault, *words))} {recovered_s:.0f}")
+
+
+MIRRORED = ("--spares=1", "--watch.mirror=true", "--launch.max_restarts=9")
+
+
+def test_a_spare_node_takes_over(
+    idle: Slurm,
+    plain: RunConfig,
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """The second of two nodes is powered off: the job goes on, without a requeue."""
+    config = changed(plain, run={"directory": str(tmp_path)})
+    job = submitted(idle, written(config, tmp_path), *MIRRORED)
+    until(lambda: steps_of(config) >= 25, "25 steps", LIMIT_S, 0.1)
+    nodes = nodes_of(idle, job)
+    assert len(nodes) == 3
+    begin_s, before = time.monotonic(), steps_of(config)
+    idle.hosts.crash(nodes[1])
+    try:
+        until(lambda: steps_of(config) > before + 1, "a second new step", LIMIT_S, 0.05)
+        recovered_s = time.monotonic() - begin_s
+        assert idle.wait(job, ["COMPLETED", "FAILED", "PENDING"], LIMIT_S) == "COMPLETED", told(
+            config
+        )
+    finally:
+        bring_back(idle, nodes[1])
+    assert idle.job(job)["Restarts"] == "0"
+    (record,) = map(
+        json.loads, (run_directory(config.run) / "recoveries.jsonl").read_text().splitlines()
+    )
+    assert (record["nodes"], record["replaced"]) == ([nodes[1]], 2)
+    assert f"replaced in place on {nodes[2]}" in told(config)
+    assert exact_losses(config) == exact_losses(plain)
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(plain.run)))
+    record_property("noted", f"a node crashes, a spare takes over {recovered_s:.0f}")
+
+
+def test_the_first_node_takes_the_job_along(
+    idle: Slurm,
+    plain: RunConfig,
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """Its agent coordinates the others, and the script of the job runs there: another node requeues
+    the job, once Slurm has given the first one up.
+    """
+    config = changed(
+        plain, run={"directory": str(tmp_path)}, checkpoint={"every": 10, "keep_last": 2}
+    )
+    job = submitted(idle, written(config, tmp_path), *MIRRORED)
+    until(lambda: steps_of(config) >= 25, "25 steps", LIMIT_S, 0.1)
+    first, *others = nodes_of(idle, job)
+    begin_s = time.monotonic()
+    idle.hosts.crash(first)
+    try:
+        until(
+            lambda: (
+                not any(
+                    OURS_ALONE.search(line) for name in others for line in idle.hosts.commands(name)
+                )
+            ),
+            "no rank and no agent on the other nodes",
+            LIMIT_S,
+            0.1,
+        )
+        ended_s = time.monotonic() - begin_s
+        until(lambda: idle.job(job)["Restarts"] == "1", "a requeue", LIMIT_S, 0.1)
+    finally:
+        bring_back(idle, first)
+    assert idle.wait(job, ["COMPLETED", "FAILED"], LIMIT_S) == "COMPLETED", told(config)
+    assert exact_losses(config) == exact_losses(plain)
+    assert not differing(tensors(run_directory(config.run)), tensors(run_directory(plain.run)))
+    record_property("noted", f"the first node crashes, all ranks have ended {ended_s:.0f}")
+
+
+def bring_back(cluster: Slurm, node: str) -> None:
+    """Start a node that was powered off."""
+    cluster.hosts.heal(node)
+    cluster.hosts.boot(node)
+    cluster.start_node(node)
 
 
 def test_the_job_survives_its_time_limit(

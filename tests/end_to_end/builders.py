@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -21,7 +22,10 @@ class Trap(nn.Module):
     a file that says it has failed.
     """
 
-    def __init__(self, rank: int, at_call: int, killed: bool, once: str) -> None:
+    def __init__(self, rank: int, at_call: int, killed: bool | str, once: str) -> None:
+        """Set the trap. ``killed``: True: by SIGKILL; "agent": the process that forks the ranks is;
+        "hang": not at all; "stop": by SIGSTOP; False: an error is raised.
+        """
         super().__init__()
         self.rank, self.at_call, self.killed, self.once = rank, at_call, killed, once
         self.num_calls = 0
@@ -32,7 +36,16 @@ class Trap(nn.Module):
             if self.num_calls >= self.at_call and not (self.once and Path(self.once).exists()):
                 if self.once:
                     Path(self.once).touch()
-                if self.killed:
+                if self.killed == "hang":
+                    time.sleep(3600)
+                elif self.killed == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif self.killed == "agent":
+                    agent = multiprocessing.parent_process()
+                    assert agent is not None and agent.pid is not None
+                    os.kill(agent.pid, signal.SIGKILL)
+                    time.sleep(3600)  # this process dies with it
+                elif self.killed:
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ArithmeticError("the layer of a user has failed")
         return x
@@ -79,7 +92,7 @@ def slow(
 
 
 def trapped(
-    rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any
+    rank: int, at_call: int, killed: bool | str = False, once: str = "", **options: Any
 ) -> nn.Sequential:
     """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
     return in_front(
@@ -88,7 +101,7 @@ def trapped(
 
 
 def trapped_llama(
-    rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any
+    rank: int, at_call: int, killed: bool | str = False, once: str = "", **options: Any
 ) -> nn.Sequential:
     """Return the same of Llama, whose blocks may have experts."""
     return in_front(

@@ -274,9 +274,9 @@ def test_a_run_moves_to_a_store_and_not_back_without_its_steps(
     assert steps() == [6] and steps(directory) == [4, 2], "the old steps stay"
     back = changed(config, train={"steps": 8})
     said = train_there(pool, s3, back, code=2)
-    assert "MW-RUN-066" in said and f"{IN_STORE}/step-00000006 is newer" in said
+    assert "MW-RUN-071" in said and f"{IN_STORE}/step-00000006 is newer" in said
     elsewhere = changed(moved, checkpoint={"directory": "s3://bucket/other"}, train={"steps": 8})
-    assert "MW-RUN-066" in train_there(pool, s3, elsewhere, code=2)
+    assert "MW-RUN-071" in train_there(pool, s3, elsewhere, code=2)
     here = directory / "checkpoints" / "step-00000006"
     here.mkdir()
     for key in s3.all_keys():
@@ -295,13 +295,13 @@ def test_the_store_is_checked_before_any_rank(
     prepare(draw_blueprint(config), {})
     assert s3.proxy.counts() == {"PUT": 1, "GET": 1, "DELETE": 1} and s3.all_keys() == []
     gone = resolve(in_store(corpus, tmp_path, checkpoint={"directory": "s3://nobody/x"}), 1)
-    with raises("MW-RUN-064", "there is no such bucket"):
+    with raises("MW-RUN-069", "there is no such bucket"):
         prepare(draw_blueprint(gone), {})
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     forget_file_systems()
-    with raises("MW-RUN-064", "no credentials"):
+    with raises("MW-RUN-069", "no credentials"):
         prepare(draw_blueprint(config), {})
 
 

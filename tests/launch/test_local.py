@@ -252,7 +252,8 @@ def test_no_rank_outlives_the_launcher(
     script = f"""
 import sys
 from pathlib import Path
-from meshwright_launch.local import Interrupted, launch
+from meshwright_launch.local import launch
+from meshwright_launch.node_ranks import Interrupted
 from tests.launch.test_local import config, hang
 if __name__ == "__main__":
     try:

@@ -46,7 +46,7 @@ def check_store(place: StorePath) -> None:
         StoreAccess(CHECK_S).check(place)
     except OSError as error:
         raise ConfigError(
-            "MW-RUN-064",
+            "MW-RUN-069",
             f"checkpoint.directory: {error.filename or place}: {error.strerror}. A run writes, reads"
             " and removes objects there: see docs/checkpoints.md#object-stores",
         ) from None
@@ -105,7 +105,7 @@ def check_former(config: RunConfig, directory: Path, newest: int) -> None:
         return
     target = checkpoints_directory(now)
     raise CheckpointError(
-        "MW-RUN-065",
+        "MW-RUN-070",
         f"{later.path} is newer than every checkpoint in {target}, and the run saved there before:"
         f" copy it (aws s3 cp --recursive {later.path} {target / later.path.name}), or give"
         f" --checkpoint.directory={former.parent}. To leave it, move {directory / RESOLVED} away",

@@ -172,7 +172,7 @@ def _find_own(parts: Parts, directory: Path) -> list[checkpoints.Candidate]:
     if problem is not None and is_unreadable:
         raise UnreadableError("MW-RUN-068", problem)
     if problem is not None:
-        raise CheckpointError("MW-RUN-066", problem)
+        raise CheckpointError("MW-RUN-071", problem)
     return found
 
 

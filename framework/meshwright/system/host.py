@@ -7,6 +7,7 @@ host name that resolves to 127.0.1.1.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -15,7 +16,9 @@ import shutil
 import socket
 import struct
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
+from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 """Number of Linux's ioctl that returns the IPv4 address of an interface."""
@@ -58,6 +61,13 @@ def loopback() -> str:
     return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
+def is_loopback(host: str) -> bool:
+    """Return True if ``host`` is a name or address of the loopback by its text alone. (A host name may
+    mean 127.0.1.1 here and another address elsewhere.)
+    """
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
 def node_name() -> str:
     """Return the name of this node: the launcher's, or Slurm's, which may be shorter than the host
     name.
@@ -77,6 +87,22 @@ def own_address(towards: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = _address_of(interface, probe)
     return None if address is None or address.startswith("127.") else address
+
+
+def shut_connections(addresses: Collection[str]) -> None:
+    """Shut this process's TCP connections to machines that are gone: calls that wait for them fail at
+    once, in any thread. (Linux; no effect elsewhere.)
+    """
+    if not addresses:
+        return
+    for entry in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or without a peer
+            # a copy of any other file would keep its lock
+            if str(entry.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    host = connection.getpeername()[0]
+                    if isinstance(host, str) and host.removeprefix("::ffff:") in addresses:
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def open_listener(host: str, port: int) -> socket.socket | None:

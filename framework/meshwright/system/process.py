@@ -44,8 +44,8 @@ named by its id.
 """
 
 GiveUp = Callable[[UserError], None]
-"""Handler that ends this process, whose main thread may be stuck. Must not return;
-called in another thread.
+"""Handler that ends this process, whose main thread may be stuck; called in another thread.
+Returns only if a recovery in place ends what the main thread waits for.
 """
 
 

@@ -86,10 +86,10 @@ def slurm(added: Added) -> None:
         "slurm",
         "slurm:slurm",
         "write a job script for Slurm, and submit it",
-        "Writes the script to the run's directory, for srun with one task per rank, and prints it"
-        " or submits it (--submit). The job saves before its time limit, requeues itself, and stops"
-        " when it makes no progress. Degrees that do not fill the nodes are an error now, not after"
-        " hours in the queue.",
+        "Writes the script to the run's directory, for srun with one task per rank (with watch.mirror"
+        " one agent per node), and prints it or submits it (--submit). The job saves before its time"
+        " limit, requeues itself, and stops when it makes no progress. Degrees that do not fill the"
+        " nodes are an error now, not after hours in the queue.",
         "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00"
         " --submit",
     )
@@ -99,6 +99,13 @@ def slurm(added: Added) -> None:
     )
     parser.add_argument(
         "--devices-per-node", type=rank_count, required=True, metavar="M", help="ranks on each"
+    )
+    parser.add_argument(
+        "--spares",
+        type=parse_count_from_0,
+        default=0,
+        metavar="N",
+        help="further nodes, as far as they are free, for the ranks of dead ones (watch.mirror)",
     )
     parser.add_argument(
         "--time", metavar="T", help="time limit, as for sbatch: minutes, h:mm:ss, days-hours"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from meshwright.system.host import SIOCGIFADDR, interface_towards
+from meshwright.system.host import SIOCGIFADDR, interface_towards, shut_connections
 
 
 def addresses() -> dict[str, str]:
@@ -38,3 +41,22 @@ def test_an_own_address_is_that_interfaces() -> None:
     assert {name: interface_towards(address) for name, address in own.items()} == {
         name: name for name in own
     }
+
+
+def test_connections_to_a_lost_machine_are_shut() -> None:
+    """A thread that waits for it fails at once; others, and other files with their locks, stay."""
+    lost, kept = "127.0.0.2", "127.0.0.3"
+    with contextlib.ExitStack() as stack:
+        peers = {}
+        for address in (lost, kept):
+            listener = stack.enter_context(socket.create_server((address, 0)))
+            connection = stack.enter_context(socket.create_connection(listener.getsockname()))
+            peers[address] = connection, stack.enter_context(listener.accept()[0])
+        before = set(Path("/proc/self/fd").iterdir())
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(peers[lost][0].recv, 1)
+            shut_connections({lost})
+            assert waiting.result(10) == b""
+        assert set(Path("/proc/self/fd").iterdir()) == before, "a copy of a file is left"
+        peers[kept][1].sendall(b"x")
+        assert peers[kept][0].recv(1) == b"x"

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import STATUS
-from meshwright.watch.hang.diagnosis import MAX_LINES, judge, lines
+from meshwright.watch.hang.diagnosis import MAX_LINES, Verdict, judge, lines
 from meshwright.watch.hang.heartbeat import (
     Heartbeat,
     PendingWait,
@@ -56,11 +56,27 @@ def collective(
 def verdict(
     *beats: Heartbeat, grid: Grid, silent: dict[int, float] | None = None
 ) -> tuple[str, tuple[int, ...]]:
+    reason, ranks, _ = whole_verdict(*beats, grid=grid, silent=silent)
+    return reason, ranks
+
+
+def whole_verdict(*beats: Heartbeat, grid: Grid, silent: dict[int, float] | None = None) -> Verdict:
     found = {
         each.rank: ReceivedHeartbeat(each, (silent or {}).get(each.rank, 0.1)) for each in beats
     }
     table = {rank: found.get(rank, ReceivedHeartbeat(None, 99.0)) for rank in range(grid.size)}
     return judge(table, grid, SILENT_S, LONG_S)
+
+
+def test_ranks_whose_replacement_helps() -> None:
+    """One that is busy with itself or silent is stuck; in a deadlock none is."""
+    waiting = beat(0, "0RECV_B0", 5.1, receive(1, "0RECV_B0+0SEND_F1"))
+    reading = beat(1, "reading samples", 42.4)
+    assert whole_verdict(waiting, reading, grid=Grid(pp=2)).stuck == (1,)
+    assert whole_verdict(waiting, reading, grid=Grid(pp=2), silent={1: 60.0}).stuck == (1,)
+    other = beat(1, "1RECV_F3", 5.1, receive(0, "1RECV_F3"))
+    deadlock = whole_verdict(waiting, other, grid=Grid(pp=2))
+    assert deadlock.reason.startswith("deadlock") and deadlock.stuck == ()
 
 
 def test_who_reads_for_too_long() -> None:

@@ -137,7 +137,7 @@ def end_of_a_hang(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mesh, "holds_store", lambda mesh: mesh.rank == 0)
-        patch.setattr(watchdog, "start_timer", lambda *_: None)
+        patch.setattr(watchdog, "start_timer", lambda *_: threading.Timer(0, print))
         mesh = open_mesh(Grid(dp=2), "cpu")
         dog = watchdog.Watchdog(
             mesh, Path(directory), limit_s, 9, lambda: 1, give_up, lambda text: None

@@ -194,7 +194,7 @@ def test_a_chain_as_long_as_the_run_is_large() -> None:
     """Of messages, without recursion."""
     waits = {rank: Waits("receive", (rank - 1,), f"{rank}RECV_F0") for rank in range(1, MANY)}
     table = {rank: received(rank, waits.get(rank)) for rank in range(MANY)}
-    reason, ranks = judge(table, Grid(pp=MANY), 10.0, 300.0)
+    reason, ranks, _ = judge(table, Grid(pp=MANY), 10.0, 300.0)
     assert ranks == (0,) and reason.startswith(
         "rank 1 (pp1 dp0 tp0) waits to receive F of micro-batch 0 from"
     )

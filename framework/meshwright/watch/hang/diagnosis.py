@@ -48,6 +48,10 @@ class Verdict(NamedTuple):
     """Sentence of one line."""
     ranks: tuple[int, ...]
     """Ranks to inspect."""
+    stuck: tuple[int, ...] = ()
+    """All ranks that are silent, or that are busy with themselves for too long: without them the
+    others would go on. Empty for a deadlock, or if it is not known.
+    """
 
 
 def judge(
@@ -71,7 +75,7 @@ def judge(
 
     quiet = [rank for rank in ends if rank in silent]
     if quiet:
-        return formatter.ends(quiet, silent)
+        return formatter.ends(quiet, silent)._replace(stuck=tuple(sorted(silent)))
     different = _different(table)
     if different:
         return formatter.different(*different)
@@ -79,8 +83,8 @@ def judge(
         rank for rank in ends if (beat := table[rank].beat) is not None and beat.for_s >= long_s
     ]
     if stuck:
-        needed = [rank for rank in stuck if weight[rank] or rank in lagging]
-        return formatter.ends(needed or stuck, silent)
+        needed = [rank for rank in stuck if weight[rank] or rank in lagging] or stuck
+        return formatter.ends(needed, silent)._replace(stuck=tuple(sorted(needed)))
     cycle = graph.cycle()
     if cycle:
         return formatter.cycle(cycle)

@@ -24,11 +24,15 @@ class HangReport(NamedTuple):
     silent_s: float
     """Age in seconds above which a heartbeat's rank is silent."""
     ranks: tuple[int, ...]
+    stuck: tuple[int, ...] = ()
+    """See :class:`Verdict`."""
 
     def with_verdict(self, verdict: Verdict) -> HangReport:
         """Return the report with the cause."""
         return self._replace(
-            head=f"{self.head} {verdict.reason}", ranks=verdict.ranks or self.ranks
+            head=f"{self.head} {verdict.reason}",
+            ranks=verdict.ranks or self.ranks,
+            stuck=verdict.stuck,
         )
 
     def whole(self) -> list[str]:

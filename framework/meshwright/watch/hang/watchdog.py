@@ -91,7 +91,7 @@ class Watchdog:
             limit_s: seconds without progress after which the run hangs.
             steps: steps of the whole run.
             step: returns the number of steps taken; called by other threads.
-            give_up: ends this process with an error.
+            give_up: ends this process with an error, or returns once a recovery ends its waits.
             replace_status: replaces the text of ``status.json`` atomically; called on rank 0, by
                 another thread.
         """
@@ -236,7 +236,8 @@ class Watchdog:
             self._claimed_s = None
 
     def _report(self, alone_for_s: float | None = None) -> None:
-        """Report the cause to the disk, the other ranks and the launcher, and end this process.
+        """Report the cause to the disk, the other ranks and the launcher, and end this process,
+        unless the launcher replaces the stuck ranks.
 
         ``alone_for_s``: seconds for which the store did not respond; the report then covers this
             rank alone.
@@ -244,7 +245,7 @@ class Watchdog:
         if self._ended.is_set():
             return
         self._leaving.set()
-        start_timer(EXIT_LIMIT_S, lambda: os._exit(HangError.exit_code))
+        limit = start_timer(EXIT_LIMIT_S, lambda: os._exit(HangError.exit_code))
         rank = self._mesh.rank
         silent_s = self._watched_s - self._tick_s
         is_alone = alone_for_s is not None
@@ -273,12 +274,14 @@ class Watchdog:
             self._write_status(RunEnd(how="failed", message=report.head))
         self._disk.flush()
         error = HangError("MW-WATCH-005", "\n".join(message))
+        error.stuck, error.for_s = report.stuck, self._age_s()
         if is_alone:
             self._give_up(error)
-            return
-        with contextlib.suppress(Exception):
-            self._exchange.publish_reason(report.head)
-        self._leave(error)
+        else:
+            with contextlib.suppress(Exception):
+                self._exchange.publish_reason(report.head)
+            self._leave(error)
+        limit.cancel()  # this process is still needed
 
     def _report_late(self, report: HangReport) -> None:
         """Report the ranks and their waits while the cause is still sought."""

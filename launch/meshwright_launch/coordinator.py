@@ -1,0 +1,630 @@
+"""Coordinator of a run with a mirror (``watch.mirror``): dead ranks and nodes are replaced in place.
+
+    an agent       reports that rank 3 was ended by SIGKILL; or its connection ends, with all its ranks
+    coordinator    orders a new process for each, on the same node or on a spare one; announces generation 1
+    other ranks    their collectives fail, or a thread aborts them when it sees the announcement;
+                   they close their groups and free their memory (recovery.py)
+    all ranks      rendezvous of generation 1, mesh, build, resume from the mirror, train
+    coordinator    all ranks have taken a step: the recovery is complete, and recorded
+
+A hang whose report names stuck ranks is a failure of these. What fails before a recovery is complete,
+or does not come in time, starts all ranks anew, from the same mirror. Each failure counts as one of
+``launch.max_restarts``. After the last one, or three in a row at the same step, a failure is handled as
+without a mirror (restarts.py), and the ranks again resume from it.
+
+The coordinator is a part of the first node's agent, beside rank 0: without that node the run ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+
+from meshwright.config import RunConfig
+from meshwright.errors import DriftError, HangError, MissingRanksError
+from meshwright.run.directory import run_directory
+from meshwright.system.atomic import append_synced
+from meshwright.terminal.output import abridge, tell
+from meshwright_launch.agent import Agent, digest
+from meshwright_launch.failure import (
+    FailureRecord,
+    NodesLost,
+    RankFailed,
+    build_error,
+    causes_first,
+)
+from meshwright_launch.mirror_place import MirrorPlace
+from meshwright_launch.node_link import (
+    BEAT_S,
+    End,
+    Exit,
+    Hello,
+    LinkLost,
+    NodeLink,
+    NodeMessage,
+    Order,
+    Signalled,
+    Stop,
+    Stopped,
+)
+from meshwright_launch.node_place import NodePlace
+from meshwright_launch.node_ranks import SHUTDOWN_S, UNKNOWN_EXIT, server_gone
+from meshwright_launch.recovery_notes import PHASES, CoordinatorNotes
+from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
+
+RECOVERIES = "recoveries.jsonl"
+"""File of a run's directory with a line for each recovery."""
+TOGETHER_S = 0.05
+"""Seconds in which ranks that die are taken to die together: one recovery replaces all of them."""
+RECOVERY_POLL_S = 0.05
+"""Interval in seconds in which the coordinator looks at a recovery."""
+LEAVE_S = 20.0
+"""Time for the ranks to leave their step; those that do not are killed."""
+SPARE_GRACE_S = 10.0
+"""Time to wait for the agents of further nodes once there are enough for all ranks."""
+HELLO_S = 10.0
+"""Time for a connection to send its first message."""
+MAX_STRANGERS = 64
+"""Most connections without a first message, besides those of the run's nodes."""
+TURN_S = 0.02
+"""Pause before messages are taken in: those of many nodes together."""
+REPLACED_EXIT_CODES = (1,)
+"""Exit codes that a replacement may get past, besides deaths by a signal."""
+
+
+class OwnLink:
+    """The coordinator's connection to the agent of its own process: no connection at all."""
+
+    silent_s = 0.0
+
+    def __init__(self, agent: Agent) -> None:
+        """Wrap an agent."""
+        self.agent = agent
+
+    def send(self, message: NodeMessage) -> None:
+        """Carry out an order at once."""
+        if isinstance(message, Order):
+            self.agent.carry_out(message)
+        elif isinstance(message, Stop):
+            self.agent.stop()
+
+    def receive(self) -> list[NodeMessage]:
+        """Return what has happened to the ranks."""
+        return self.agent.take_reports()
+
+    def beat(self) -> None:
+        """Send nothing: there is one process."""
+
+    def count_silence(self, turn_s: float) -> None:
+        """Count nothing: there is one process."""
+
+    def close(self) -> None:
+        """Close nothing: the agent ends with this process."""
+
+
+class Node(NamedTuple):
+    """Node with an agent."""
+
+    number: int
+    name: str
+    link: NodeLink | OwnLink
+    address: str = ""
+    """See :class:`Hello`."""
+
+
+class RankFault(NamedTuple):
+    """Ranks that are to be replaced, and why."""
+
+    ranks: tuple[int, ...]
+    what: str
+    """One line for the user."""
+    error: RankFailed
+    """End of the run if they cannot be replaced."""
+    is_transient: bool = True
+    is_new: bool = True
+    """False: a consequence of one that was counted."""
+    nodes: tuple[str, ...] = ()
+    detected_s: float = 0.0
+    """Seconds from the last sign of life until it was seen."""
+
+
+@dataclass
+class RankRecovery:
+    """Recovery that is not complete."""
+
+    fault: RankFault
+    num_replaced: int
+    begun_s: float = field(default_factory=time.monotonic)
+    times: dict[str, float] = field(default_factory=dict)
+    """Phase -> seconds after ``begun_s`` when all ranks had completed it."""
+
+
+class Coordinator:
+    """Launcher of the ranks of all nodes. One at a time, in the process of the first node's agent."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        place: NodePlace,
+        own: Node,
+        listener: socket.socket | None,
+        store: tuple[Any, int],
+        mirror: MirrorPlace,
+    ) -> None:
+        """Begin with the first node alone.
+
+        Args:
+            config: resolved.
+            own: this node.
+            listener: socket to which the other agents connect; None: there are none.
+            store: store of the ranks, and its port.
+            mirror: that of this node.
+        """
+        self._place, self._listener, self._mirror = place, listener, mirror
+        self._notes, self._port = CoordinatorNotes(store[0]), store[1]
+        self._num_ranks = place.num_ranks
+        self._limit, self._timeout_s = config.launch.max_restarts, config.launch.timeout_s
+        self._directory = run_directory(config.run)
+        self._digest = digest(config, place)
+        self._nodes = {0: own}
+        self._strangers: list[tuple[NodeLink, float]] = []
+        """Connections without a first message, and the times when they came."""
+        self._blocks: list[int] = []
+        """Node of each block of ``ranks_per_node`` ranks."""
+        self._generation_of: dict[int, int] = {}
+        """Launch in which the process of each rank was started."""
+        self._exits: dict[int, Exit] = {}
+        """Exit of each rank's present process, if it has ended."""
+        self._lost: dict[int, tuple[str, float]] = {}
+        """Nodes with ranks that were lost and not replaced yet: the reason, and seconds of silence."""
+        self._gone: list[str] = []
+        """Addresses of lost nodes, for the next announcement."""
+        self._stopped: set[int] = set()
+        self._recovery: RankRecovery | None = None
+        self._is_requested = False
+        self._clears = False
+        self._turn_s = time.monotonic()
+
+    # -----------------------------------------------------------------------------------------------------
+    # one launch of all ranks
+
+    def launch(self) -> None:
+        """Start all ranks; block until all have ended. Again: start them anew, on the nodes that are
+        left.
+
+        Raises:
+            RankFailed: as :func:`meshwright_launch.local.launch` does.
+            NodesLost: there are too few nodes.
+            MissingRanksError: the agents of too few nodes have come.
+        """
+        if not self._blocks:
+            self._gather()
+        else:
+            self._mirror.generation += 1
+        self._recovery = None
+        self._replace_nodes()
+        self._order(range(self._num_ranks), is_recovery=False)
+        try:
+            while not self._have_all_ended():
+                self._listen()
+                self._take_turn()
+        except RankFailed as failed:
+            failed.is_requested = self._is_requested
+            # steps before a drift may have drifted too
+            self._clears = failed.exit_code == DriftError.exit_code
+            raise
+        for record in self._records():  # all have saved and exited on request
+            raise RankFailed(record.message, record.rank, record.exit_code)
+
+    def _take_turn(self) -> None:
+        """Replace the ranks of a fault, or follow the recovery from an earlier one.
+
+        Raises:
+            RankFailed: a fault that is not repaired; all ranks have been ended.
+        """
+        fault = self._find_fault()
+        if fault is not None and self._can_repair(fault):
+            self._repair(fault)
+        elif fault is not None:
+            self._stop()
+            raise self._last_error(fault)
+        elif self._recovery is not None and self._has_finished() and not self._have_met():
+            self._stop()  # those that wait for a rank that has ended the run
+            raise RankFailed(
+                "a rank died while the others ended the run; the next start finds it complete", 0
+            )
+        elif self._recovery is not None:
+            self._follow(self._recovery)
+
+    def _have_all_ended(self) -> bool:
+        return len(self._exits) == self._num_ranks and not any(
+            each.code for each in self._exits.values()
+        )
+
+    def _have_met(self) -> bool:
+        """Return True if all ranks have met since the start or the last fault."""
+        return self._notes.count("groups") == self._num_ranks
+
+    def _has_finished(self) -> bool:
+        """Return True if some rank has ended the run."""
+        return any(each.code == 0 for each in self._exits.values())
+
+    # -----------------------------------------------------------------------------------------------------
+    # faults
+
+    def _find_fault(self) -> RankFault | None:
+        """Return what is wrong now: a lost node, ranks that have ended, a hang, or a recovery that
+        does not proceed.
+        """
+        if self._lost or any(each.code for each in self._exits.values()):
+            time.sleep(TOGETHER_S)
+            self._listen(0.0)
+            return self._find_dead()
+        return self._find_stuck()
+
+    def _find_dead(self) -> RankFault:
+        """Return the ranks whose processes or nodes are gone."""
+        failed = {rank: each for rank, each in sorted(self._exits.items()) if each.code}
+        gone = [rank for index in self._lost for rank in self._ranks_of(index)]
+        names = [self._nodes[index].name for index in self._lost]
+        ranks = tuple(sorted({*failed, *gone}))
+        if gone:
+            reason, silent_s = max(self._lost.values(), key=lambda each: each[1])
+            text = f"node{'s' * (len(names) > 1)} {', '.join(names)} lost: {reason}"
+            error = RankFailed(
+                f"{text}; with it rank{'s' * (len(gone) > 1)} {abridge(gone)}", gone[0]
+            )
+        else:
+            first = min(failed)
+            error, silent_s = self._error_of(first, failed[first].code), 0.0
+        more = len(ranks) - max(1, len(gone))
+        what = str(error).splitlines()[0]
+        what += f", and {more} more rank{'s' * (more > 1)} with it" if more else ""
+        is_transient = all(
+            each.code < 0 or each.code in REPLACED_EXIT_CODES for each in failed.values()
+        )
+        nodes = names or [self._nodes[self._node_of(rank)].name for rank in failed]
+        return RankFault(
+            ranks, what, error, is_transient, nodes=tuple(dict.fromkeys(nodes)), detected_s=silent_s
+        )
+
+    def _find_stuck(self) -> RankFault | None:
+        """Return the ranks that a report of a hang names, or that do not leave their step in a
+        recovery.
+        """
+        verdict = self._notes.take_verdict()
+        if verdict is not None and max(verdict.ranks) < self._num_ranks:
+            ranks = verdict.ranks
+            what = verdict.message.splitlines()[0]
+            error = RankFailed(verdict.message, min(ranks), HangError.exit_code)
+            return RankFault(ranks, what, error, nodes=self._names(ranks), detected_s=verdict.for_s)
+        recovery = self._recovery
+        if recovery is None or "left" in recovery.times:
+            return None
+        if time.monotonic() - recovery.begun_s < LEAVE_S:
+            return None
+        came = self._notes.came("left", self._num_ranks)
+        ranks = tuple(rank for rank in range(self._num_ranks) if rank not in came)
+        if not ranks:
+            return None
+        what = (
+            f"rank{'s' * (len(ranks) > 1)} {abridge(ranks)} did not leave"
+            f" {'their' if len(ranks) > 1 else 'its'} step within {LEAVE_S:g} s of a failure"
+        )
+        is_new = recovery.num_replaced == self._num_ranks  # new processes have no step to leave
+        return RankFault(
+            ranks, what, RankFailed(what, ranks[0]), is_new=is_new, nodes=self._names(ranks)
+        )
+
+    def _can_repair(self, fault: RankFault) -> bool:
+        """Return True if the ranks of a fault are to be replaced."""
+        if self._has_finished() or self._is_requested or not fault.is_transient:
+            return False
+        mirror = self._mirror
+        has_left = mirror.futile < MAX_FUTILE_RESTARTS and mirror.recoveries < self._limit
+        return has_left or not fault.is_new
+
+    def _last_error(self, fault: RankFault) -> RankFailed:
+        """Return the error of a run that ends by a fault, with what other ranks have reported
+        meanwhile.
+        """
+        failed = [rank for rank in fault.ranks if rank in self._exits and self._exits[rank].code]
+        if self._lost or not failed:
+            return fault.error
+        if fault.error.exit_code == HangError.exit_code:
+            return fault.error
+        return self._error_of(failed[0], self._exits[failed[0]].code)
+
+    def _error_of(self, rank: int, code: int) -> RankFailed:
+        """Return the error of a rank that has ended with ``code``."""
+        records = self._records()
+        if not records and code == UNKNOWN_EXIT:
+            return server_gone("and all ranks of its node with it", rank)
+        return build_error(rank, code, records, self._directory / "logs")
+
+    def _records(self) -> list[FailureRecord]:
+        """Return the failure records of all ranks, causes first."""
+        found = [each.record() for each in self._exits.values()]
+        return causes_first(each for each in found if each is not None)
+
+    # -----------------------------------------------------------------------------------------------------
+    # recoveries
+
+    def _repair(self, fault: RankFault) -> None:
+        """Order new processes for the ranks of a fault, and announce the next generation.
+
+        All ranks are replaced if some have not met since the start or the last recovery: they wait
+        in a rendezvous that nothing can end.
+
+        Raises:
+            NodesLost: no spare node is left for a lost one.
+        """
+        mirror = self._mirror
+        if fault.is_new:
+            log_failure(fault.error, self._directory)
+            mirror.count_failure(mirror.newest_step())
+        is_partial = self._have_met() and self._recovery is None
+        replaced = fault.ranks if is_partial else tuple(range(self._num_ranks))
+        spares = self._replace_nodes()
+        how = "replaced in place" if is_partial else "all ranks start anew"
+        where = f" on {', '.join(spares)}" if spares else ""
+        tell(
+            f"meshwright: {fault.what}; {how}{where}, recovery {mirror.recoveries} of {self._limit}"
+        )
+        mirror.generation += 1
+        self._recovery = RankRecovery(fault, len(replaced))
+        self._order(replaced, is_recovery=True)
+
+    def _follow(self, recovery: RankRecovery) -> None:
+        """Note the phases that all ranks have completed; print and record a complete recovery."""
+        for phase in PHASES:
+            if phase not in recovery.times:
+                if self._notes.count(phase) < self._num_ranks:
+                    return
+                recovery.times[phase] = round(time.monotonic() - recovery.begun_s, 3)
+        self._recovery = None
+        times = ", ".join(f"{phase} {value:.2f} s" for phase, value in recovery.times.items())
+        tell(f"meshwright: recovered: {times} after the failure was seen")
+        line = {
+            "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            "generation": self._mirror.generation,
+            "what": recovery.fault.what,
+            "nodes": recovery.fault.nodes,
+            "replaced": recovery.num_replaced,
+            "step": self._notes.first_step(),
+            "detected_s": round(recovery.fault.detected_s, 3),
+            **{f"{phase}_s": value for phase, value in recovery.times.items()},
+        }
+        with contextlib.suppress(OSError):
+            append_synced(self._directory / RECOVERIES, (json.dumps(line) + "\n").encode())
+
+    def _order(self, ranks: Collection[int], is_recovery: bool) -> None:
+        """Order new processes for some ranks, and announce the generation to the others."""
+        generation = self._mirror.generation
+        for rank in ranks:
+            self._exits.pop(rank, None)
+            self._generation_of[rank] = generation
+        for index in dict.fromkeys(self._blocks):
+            own = self._ranks_of(index)
+            order = Order(
+                generation=generation,
+                port=self._port,
+                ranks=tuple(own),
+                begin=tuple(rank for rank in own if rank in ranks),
+                is_recovery=is_recovery,
+                clears=self._clears,
+            )
+            self._nodes[index].link.send(order)
+        self._notes.announce(generation, ranks, self._gone)
+        self._clears, self._gone = False, []
+
+    # -----------------------------------------------------------------------------------------------------
+    # nodes
+
+    def _gather(self) -> None:
+        """Block until the agents of enough nodes have come, and a little longer for the others.
+
+        Raises:
+            MissingRanksError: too few have come within ``launch.timeout_s``.
+        """
+        needed = self._place.num_nodes - self._place.num_spares
+        limit_s, grace_s = time.monotonic() + self._timeout_s, None
+        while len(self._nodes) < self._place.num_nodes:
+            self._listen(BEAT_S)
+            now = time.monotonic()
+            if len(self._nodes) < needed:
+                grace_s = None
+                if now > limit_s:
+                    raise self._missing(needed)
+            elif grace_s is None:
+                grace_s = now + SPARE_GRACE_S
+            elif now > grace_s:
+                tell(
+                    f"meshwright: {len(self._nodes)} of {self._place.num_nodes} nodes have come, and"
+                    f" {needed} are needed: starting without the others"
+                )
+                break
+        self._blocks = sorted(self._nodes)[:needed]
+
+    def _missing(self, needed: int) -> MissingRanksError:
+        missing = [index for index in range(self._place.num_nodes) if index not in self._nodes]
+        return MissingRanksError(
+            "MW-LAUNCH-120",
+            f"the agents of {len(self._nodes)} nodes have come within {self._timeout_s:g} s, and the"
+            f" ranks need {needed}: not of node{'s' * (len(missing) > 1)} {abridge(missing)}. Does"
+            f" `meshwright train` run there, and does its network reach {self._place.host}:"
+            f"{self._place.port}?",
+        )
+
+    def _replace_nodes(self) -> list[str]:
+        """Put a spare node in the place of each that is lost; return the names of these spares.
+
+        Raises:
+            NodesLost: there are too few.
+        """
+        dead = [index for index in dict.fromkeys(self._blocks) if index in self._lost]
+        spares = [index for index in sorted(self._nodes) if index not in self._blocks]
+        if len(dead) > len(spares):
+            self._stop()
+            names = ", ".join(self._nodes[index].name for index in dead)
+            raise NodesLost(
+                f"{names} lost, and no spare node is left: the run ends. The same command on enough"
+                " nodes resumes from the newest checkpoint",
+                self._ranks_of(dead[0])[0],
+            )
+        for index, spare in zip(dead, spares, strict=False):
+            self._blocks[self._blocks.index(index)] = spare
+            gone = self._nodes.pop(index)
+            # several nodes of an address are emulated: that machine resets connections
+            if gone.address and all(gone.address != each.address for each in self._nodes.values()):
+                self._gone.append(gone.address)
+            del self._lost[index]
+        return [self._nodes[spare].name for spare in spares[: len(dead)]]
+
+    def _ranks_of(self, index: int) -> list[int]:
+        """Return the ranks of a node."""
+        if index not in self._blocks:
+            return []
+        size = self._place.ranks_per_node
+        first = self._blocks.index(index) * size
+        return list(range(first, min(first + size, self._num_ranks)))
+
+    def _node_of(self, rank: int) -> int:
+        return self._blocks[rank // self._place.ranks_per_node]
+
+    def _names(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the nodes of some ranks."""
+        return tuple(dict.fromkeys(self._nodes[self._node_of(rank)].name for rank in ranks))
+
+    # -----------------------------------------------------------------------------------------------------
+    # messages
+
+    def _listen(self, limit_s: float | None = None) -> None:
+        """Wait for something to happen, and take it in."""
+        if limit_s is None:
+            limit_s = RECOVERY_POLL_S if self._recovery is not None else self._own.agent.poll_s()
+        links = [link.connection for link in self._links() if isinstance(link, NodeLink)]
+        listener = [] if self._listener is None else [self._listener]
+        if wait([*listener, *links, *self._own.agent.sentinels()], limit_s) and limit_s:
+            time.sleep(TURN_S)
+        before_s, self._turn_s = self._turn_s, time.monotonic()
+        self._accept()
+        for node in [each for each in self._nodes.values() if each.number not in self._lost]:
+            node.link.count_silence(self._turn_s - before_s)
+            node.link.beat()
+            silent_s = node.link.silent_s
+            try:
+                for message in node.link.receive():
+                    self._take(node, message)
+            except LinkLost as lost:
+                self._lose(node, str(lost), silent_s)
+
+    @property
+    def _own(self) -> OwnLink:
+        link = self._nodes[0].link
+        assert isinstance(link, OwnLink)
+        return link
+
+    def _links(self) -> Iterator[NodeLink | OwnLink]:
+        yield from (each.link for each in self._nodes.values() if each.number not in self._lost)
+        yield from (link for link, _ in self._strangers)
+
+    def _take(self, node: Node, message: NodeMessage) -> None:
+        """Take in a message of a node. Exits of processes that were replaced are left out."""
+        if isinstance(message, Exit):
+            is_here = message.rank in self._ranks_of(node.number)
+            if is_here and message.generation == self._generation_of[message.rank]:
+                self._exits[message.rank] = message
+        elif isinstance(message, Signalled):
+            self._is_requested = True
+        elif isinstance(message, Stopped):
+            self._stopped.add(node.number)
+
+    def _lose(self, node: Node, reason: str, silent_s: float) -> None:
+        """Note that a node is gone; a spare one is forgotten."""
+        node.link.close()
+        if node.number in self._blocks:
+            self._lost[node.number] = reason, silent_s
+        else:
+            del self._nodes[node.number]
+            tell(f"meshwright: the spare node {node.name} is gone: {reason}")
+
+    def _accept(self) -> None:
+        """Accept connections; add the nodes of those that send their first message."""
+        most = MAX_STRANGERS + self._place.num_nodes
+        while self._listener is not None and wait([self._listener], 0.0):
+            with contextlib.suppress(OSError):
+                link = NodeLink(self._listener.accept()[0], self._place.num_nodes)
+                self._strangers.append((link, time.monotonic()))
+            if len(self._strangers) > most:
+                self._dismiss(self._strangers[0])
+        for stranger in list(self._strangers):
+            link, came_s = stranger
+            try:
+                messages = link.receive()
+            except LinkLost:
+                self._dismiss(stranger)
+                continue
+            if messages and isinstance(messages[0], Hello):
+                self._strangers.remove(stranger)
+                self._welcome(messages[0], link)
+            elif messages or time.monotonic() - came_s > HELLO_S:
+                self._dismiss(stranger)
+
+    def _dismiss(self, stranger: tuple[NodeLink, float]) -> None:
+        self._strangers.remove(stranger)
+        stranger[0].close()
+
+    def _welcome(self, hello: Hello, link: NodeLink) -> None:
+        """Add the node of an agent, as a spare one if the ranks have started; refuse another run's."""
+        why = ""
+        if hello.run != self._digest:
+            why = "its configuration, or its number of nodes, ranks per node or spares, is another"
+        elif not 0 < hello.node < self._place.num_nodes or hello.node in self._nodes:
+            why = f"there is a node {hello.node} already"
+        if why:
+            text = (
+                f"the agent of {hello.name!r} is refused by that of {self._nodes[0].name}: {why}. Start"
+                " the same command on all nodes, with another index on each"
+            )
+            tell(f"meshwright: {text}")
+            link.send(End(exit_code=2, message=text))
+            link.close()
+            return
+        self._nodes[hello.node] = Node(hello.node, hello.name, link, hello.address)
+
+    def _stop(self) -> None:
+        """End all ranks on all nodes; block until they have ended, or their nodes are lost."""
+        self._stopped = {0}
+        for index in sorted(self._nodes.keys() - self._lost.keys(), reverse=True):
+            self._nodes[index].link.send(Stop())  # the own ranks last: that blocks
+        limit_s = time.monotonic() + 2 * SHUTDOWN_S
+        while time.monotonic() < limit_s and self._nodes.keys() - self._stopped - self._lost.keys():
+            self._listen(BEAT_S / 10)
+        self._listen(0.0)
+
+    def close(self, exit_code: int) -> None:
+        """Send the end of the run to all agents, and wait until they have it."""
+        links = [
+            each.link
+            for each in self._nodes.values()
+            if isinstance(each.link, NodeLink) and each.number not in self._lost
+        ]
+        for link in links:
+            link.send(End(exit_code=exit_code))
+        limit_s = time.monotonic() + 2 * SHUTDOWN_S
+        while links and time.monotonic() < limit_s:
+            wait([link.connection for link in links], BEAT_S / 10)
+            for link in list(links):
+                try:
+                    link.receive()
+                except LinkLost:
+                    links.remove(link)
+                    link.close()
