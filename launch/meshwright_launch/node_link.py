@@ -22,6 +22,9 @@ from meshwright_launch.failure import FailureRecord
 from meshwright_launch.node_ranks import RankExit
 
 MAX_LINE_BYTES = 1 << 20
+READ_BYTES = 1 << 16
+MAX_TURN_BYTES = 64 << 20
+"""Bytes that are taken at once, and that may wait to be sent."""
 MAX_TEXT = 60_000
 """Maximal length of a message or traceback of a rank; the rest is in its log."""
 BEAT_S = 1.0
@@ -170,6 +173,8 @@ class NodeLink:
         self.connection = connection
         self._beat_s = max(BEAT_S, num_nodes / BEATS_PER_S)
         self._buffer = b""
+        """Begin of a message whose end has not arrived."""
+        self._unsent = bytearray()
         self._lost = ""
         self._sent_s = 0.0
         self.silent_s = 0.0
@@ -191,9 +196,19 @@ class NodeLink:
         :meth:`receive` reports.
         """
         self._sent_s = time.monotonic()
+        self._unsent += message.model_dump_json().encode() + b"\n"
+        self._flush()
+        if len(self._unsent) > MAX_TURN_BYTES:
+            self._lost = self._lost or "it reads no messages"
+
+    def _flush(self) -> None:
+        """Send as much as the kernel takes now; each turn sends more."""
         try:
-            self.connection.sendall(message.model_dump_json().encode() + b"\n")
-        except OSError as error:  # BlockingIOError too: a peer that reads no longer
+            while self._unsent and not self._lost:
+                del self._unsent[: self.connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
             self._lost = self._lost or _reason(error)
 
     def beat(self) -> None:
@@ -215,18 +230,9 @@ class NodeLink:
         Raises:
             LinkLost: there are none any more.
         """
-        try:
-            while data := self.connection.recv(1 << 16):
-                self.silent_s = 0.0
-                self._buffer += data
-                if len(self._buffer) > MAX_LINE_BYTES:
-                    break
-            self._lost = self._lost or "it has closed its connection"
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._lost = self._lost or _reason(error)
-        *lines, self._buffer = self._buffer.split(b"\n")
+        self._flush()
+        # many long messages may arrive at once: the failures of a node's ranks
+        *lines, self._buffer = (self._buffer + self._read()).split(b"\n")
         if len(self._buffer) > MAX_LINE_BYTES:
             self._lost = "it has sent what is no message"
         messages: list[NodeMessage] = []
@@ -239,6 +245,23 @@ class NodeLink:
         if self._lost and not messages:
             raise LinkLost(self._lost)
         return messages
+
+    def _read(self) -> bytes:
+        """Return what has arrived, at most MAX_TURN_BYTES; note the end of the connection."""
+        found: list[bytes] = []
+        try:
+            while len(found) * READ_BYTES < MAX_TURN_BYTES:
+                data = self.connection.recv(READ_BYTES)
+                if not data:
+                    self._lost = self._lost or "it has closed its connection"
+                    break
+                self.silent_s = 0.0
+                found.append(data)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost = self._lost or _reason(error)
+        return b"".join(found)
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""

@@ -18,6 +18,7 @@ from meshwright_launch.node_link import (
     Beat,
     End,
     Exit,
+    Failure,
     LinkLost,
     NodeLink,
     NodeMessage,
@@ -46,6 +47,31 @@ def received(link: NodeLink, wanted: int = 1) -> list[NodeMessage]:
         found += link.receive()
         time.sleep(0.01)
     return found
+
+
+def long_exit(rank: int) -> Exit:
+    """Return the report of a rank with a long traceback."""
+    failure = Failure(
+        message="m" * MAX_TEXT, trace="t" * MAX_TEXT, exit_code=1, lost_peer=False, age_s=0.0
+    )
+    return Exit(rank=rank, generation=0, code=1, failure=failure)
+
+
+def test_long_failures_of_many_ranks_arrive(pair: tuple[socket.socket, NodeLink]) -> None:
+    """More than a socket takes at once, and more than one message may have."""
+    plain, link = pair
+    plain.setblocking(False)
+    other = NodeLink(plain)
+    sent = [long_exit(rank) for rank in range(64)]
+    assert sum(len(each.model_dump_json()) for each in sent) > 4 * MAX_LINE_BYTES
+    for each in sent:
+        other.send(each)
+    found: list[NodeMessage] = []
+    deadline_s = time.monotonic() + 10
+    while len(found) < len(sent) and time.monotonic() < deadline_s:
+        assert other.receive() == []
+        found += link.receive()
+    assert found == sent
 
 
 def test_messages_arrive_as_they_were(pair: tuple[socket.socket, NodeLink]) -> None:
