@@ -104,7 +104,7 @@ def peer_of(name: str) -> dict[str, Any]:
     layout = [
         f"{axis} {found[axis]}"
         for axis in ("pp", "dp", "cp", "tp", "ep")
-        if found[axis] not in ("", "1")
+        if (found[axis] or "1") != "1"
     ]
     return {
         "id": found["id"],
