@@ -508,6 +508,6 @@ def test_one_rank_says_nothing(pool: RankPool) -> None:
 
 
 def test_all_ranks_together_sum_a_few_numbers_per_step(pool: RankPool) -> None:
-    """Loss, labels, norm, a time, five flags, and a time per pipeline rank: one float64 message."""
+    """Loss, labels, norm, a time, six flags, and a time per pipeline rank: one float64 message."""
     for found in measured(model_config("gpt2", SIZE), "dp2,pp2", pool):
-        assert found.own["world", "all_reduce"] == (1, 2 * 8 * (9 + 2) * 3 / 4)
+        assert found.own["world", "all_reduce"] == (1, 2 * 8 * (10 + 2) * 3 / 4)
