@@ -100,8 +100,10 @@ def shut_connections(addresses: Collection[str]) -> None:
             # a copy of any other file would keep its lock
             if str(entry.readlink()).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                    host = connection.getpeername()[0]
-                    if isinstance(host, str) and host.removeprefix("::ffff:") in addresses:
+                    # a Unix socket has no address, or a path
+                    is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    host = str(connection.getpeername()[0]) if is_internet else ""
+                    if host.removeprefix("::ffff:") in addresses:
                         connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -51,7 +51,10 @@ def test_connections_to_a_lost_machine_are_shut() -> None:
         for address in (lost, kept):
             listener = stack.enter_context(socket.create_server((address, 0)))
             connection = stack.enter_context(socket.create_connection(listener.getsockname()))
+            connection.settimeout(20)
             peers[address] = connection, stack.enter_context(listener.accept()[0])
+        for unix in socket.socketpair():  # of a fork server, without an address
+            stack.enter_context(unix)
         before = set(Path("/proc/self/fd").iterdir())
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(peers[lost][0].recv, 1)
