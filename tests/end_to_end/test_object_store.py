@@ -157,7 +157,7 @@ def test_a_store_that_is_away_for_a_save(
     config = in_store(
         corpus, tmp_path, parallel=layout("dp2"), checkpoint={"upload_timeout_s": 1.5}
     )
-    s3.proxy.fault = of_step(2, fault, "tp0")
+    s3.proxy.fault = of_step(2, fault, "dp0-tp0")  # rank 0 alone
     said = train_there(pool, s3, config)
     assert "the checkpoint of step 2 could not be saved:\n  rank 0: s3://bucket/prefix/run/" in said
     assert "the run continues" in said and "MW-CHECKPOINT-034" not in said.split("rank 0")[0]
@@ -365,7 +365,7 @@ def test_beside_a_mirror_an_unreadable_store_is_left_out(
 
 
 def test_a_fresh_run_has_no_checkpoint_in_a_store() -> None:
-    """Not of a step above -1 either: what a message at its end says."""
+    """Not of a step above -1 either, for the message at its end."""
     fresh: Any = SimpleNamespace(saved_step=None, _store=IN_STORE, _first_step=0)
     assert not Saver.has_checkpoint(fresh, above=-1)
     fresh._first_step = 2
