@@ -117,6 +117,12 @@ class UnreadableError(CheckpointError):
     """
 
 
+class StoreAwayError(UnreadableError):
+    """An object store does not answer. A later start, or a restart, may succeed."""
+
+    exit_code = 1
+
+
 class LockError(UserError):
     """Run directory that is locked by another job, or whose lock cannot be used."""
 

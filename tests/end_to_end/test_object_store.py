@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from meshwright.config import RunConfig, to_toml
 from meshwright.errors import UserError
 from meshwright.run.directory import run_directory
 from meshwright.run.places import store_of
-from meshwright.run.resume import prepare
-from meshwright.system.store import StorePath
+from meshwright.run.resume import _checkpoint_from, prepare
+from meshwright.run.saving import Saver
+from meshwright.system import store
+from meshwright.system.store import StoreAccess, StorePath
 from meshwright_launch.pool import RankPool
 from meshwright_launch.work import work
 from tests.end_to_end.driving import (
@@ -54,11 +57,14 @@ IN_STORE = StorePath(f"{STORE}/run")
 
 
 def rank_in_store(
-    rank: int, world_size: int, config: RunConfig, environment: dict[str, str]
+    rank: int, world_size: int, config: RunConfig, environment: dict[str, str], limit_s: float
 ) -> tuple[str, str, int]:
-    """Run one rank in the environment of the store. Return its output, warnings and exit code."""
+    """Run one rank in the environment of the store. Return its output, warnings and exit code.
+    ``limit_s``: deadline of a request outside of a save.
+    """
     os.environ.update(environment)
     forget_file_systems()
+    StoreAccess.__init__.__defaults__ = (limit_s, store._never)
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -70,9 +76,15 @@ def rank_in_store(
     return out.getvalue(), err.getvalue(), code
 
 
-def train_there(pool: RankPool, s3: ObjectStore, config: RunConfig, code: int = 0) -> str:
+def train_there(
+    pool: RankPool,
+    s3: ObjectStore,
+    config: RunConfig,
+    code: int = 0,
+    limit_s: float = store.LIMIT_S,
+) -> str:
     """Train with checkpoints in the store; return the output and the warnings of rank 0."""
-    found = pool.run(rank_in_store, size(config), config, s3.environment)
+    found = pool.run(rank_in_store, size(config), config, s3.environment, limit_s)
     assert [each[2] for each in found] == [code] * len(found), found
     return str(found[0][0] + found[0][1])
 
@@ -145,7 +157,7 @@ def test_a_store_that_is_away_for_a_save(
     config = in_store(
         corpus, tmp_path, parallel=layout("dp2"), checkpoint={"upload_timeout_s": 1.5}
     )
-    s3.proxy.fault = of_step(2, fault, "tp0")
+    s3.proxy.fault = of_step(2, fault, "dp0-tp0")  # rank 0 alone
     said = train_there(pool, s3, config)
     assert "the checkpoint of step 2 could not be saved:\n  rank 0: s3://bucket/prefix/run/" in said
     assert "the run continues" in said and "MW-CHECKPOINT-034" not in said.split("rank 0")[0]
@@ -293,7 +305,8 @@ def test_the_store_is_checked_before_any_rank(
 
     config = resolve(in_store(corpus, tmp_path), 1)
     prepare(draw_blueprint(config), {})
-    assert s3.proxy.counts() == {"PUT": 1, "GET": 1, "DELETE": 1} and s3.all_keys() == []
+    assert s3.proxy.counts() == {"PUT": 1, "GET": 1, "LIST": 1, "DELETE": 1, "uploads": 1}
+    assert s3.all_keys() == []
     gone = resolve(in_store(corpus, tmp_path, checkpoint={"directory": "s3://nobody/x"}), 1)
     with raises("MW-RUN-069", "there is no such bucket"):
         prepare(draw_blueprint(gone), {})
@@ -303,6 +316,60 @@ def test_the_store_is_checked_before_any_rank(
     forget_file_systems()
     with raises("MW-RUN-069", "no credentials"):
         prepare(draw_blueprint(config), {})
+
+
+def test_a_store_that_is_away_at_a_start_ends_only_that_start(
+    corpus: Path, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 1: a scheduler or the launcher starts it again, which it does not after 2."""
+    from meshwright.blueprint import draw_blueprint
+    from meshwright.config import resolve
+
+    monkeypatch.setattr("meshwright.run.places.CHECK_S", 1.0)
+    s3.proxy.fault = lambda request: "drop"
+    with raises("MW-RUN-074", "when the store answers") as error:
+        prepare(draw_blueprint(resolve(in_store(corpus, tmp_path), 1)), {})
+    assert error.value.exit_code == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("what", "code"), [("HEAD", "MW-RUN-075"), ("GET", "MW-RUN-076")])
+@pytest.mark.fault(row="an object store away during a save")
+def test_a_store_that_is_away_at_a_resume_ends_only_that_start(
+    what: str, code: str, corpus: Path, tmp_path: Path, pool: RankPool, s3: ObjectStore
+) -> None:
+    config = in_store(corpus, tmp_path, parallel=layout("dp2"), train={"steps": 2})
+    train_there(pool, s3, config)
+    s3.proxy.fault = lambda request: (
+        "drop" if request.what == what and "step-00000002" in request.key else None
+    )
+    more = changed(config, train={"steps": 4})
+    assert code in train_there(pool, s3, more, code=1, limit_s=2.0)
+    s3.proxy.fault = lambda request: None
+    train_there(pool, s3, more)
+    assert steps()[0] == 4
+
+
+def test_beside_a_mirror_an_unreadable_store_is_left_out(
+    tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirror is whole: the run goes on from it. On a disk such a step ends the start."""
+    monkeypatch.setattr(StoreAccess.__init__, "__defaults__", (1.0, store._never))
+    world = SimpleNamespace(gather_objects=lambda own, *kinds: [own])
+    alone: Any = SimpleNamespace(rank=0, grid=SimpleNamespace(size=1), world=world)
+    s3.proxy.fault = lambda request: "drop"
+    said: list[str] = []
+    step = IN_STORE / "step-00000002"
+    assert _checkpoint_from([step], tmp_path, alone, said.append) is None
+    assert len(said) == 1 and "left out" in said[0] and str(step) in said[0]
+
+
+def test_a_fresh_run_has_no_checkpoint_in_a_store() -> None:
+    """Not of a step above -1 either, for the message at its end."""
+    fresh: Any = SimpleNamespace(saved_step=None, _store=IN_STORE, _first_step=0)
+    assert not Saver.has_checkpoint(fresh, above=-1)
+    fresh._first_step = 2
+    assert Saver.has_checkpoint(fresh, above=-1)
 
 
 def test_the_place_follows_the_name_of_the_run(corpus: Path, tmp_path: Path) -> None:

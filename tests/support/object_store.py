@@ -29,6 +29,9 @@ ERRORS = {
     "throttle": (503, "SlowDown", "Please reduce your request rate."),
     "skew": (403, "RequestTimeTooSkewed", "The difference between the request time is too large."),
     "deny": (403, "AccessDenied", f"Access Denied for {KEY}"),
+    "gone": (404, "NoSuchUpload", "The specified upload does not exist."),
+    "digest": (400, "BadDigest", "The Content-MD5 you specified did not match what we received."),
+    "timeout": (400, "RequestTimeout", "Your socket connection was not read from in time."),
     "broken": (500, "InternalError", "We encountered an internal error."),
 }
 
@@ -57,7 +60,8 @@ class Request(NamedTuple):
 
 class Proxy:
     """HTTP proxy before the server. ``fault`` returns the name of an error of a request, "drop" to
-    close its connection, "stall" to never answer, or None.
+    close its connection, "lose" to do so after the server has fulfilled it, "stall" to never
+    answer, or None.
     """
 
     def __init__(self, target_port: int) -> None:
@@ -133,6 +137,11 @@ class Proxy:
         server.request(handler.command, handler.path, body, sent)
         found = server.getresponse()
         content = found.read()
+        if fault == "lose":
+            handler.close_connection = True
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            server.close()
+            return
         kept = {n: v for n, v in found.getheaders() if n.lower() not in ("connection", "date")}
         if self.bytes_per_s < float("inf"):
             time.sleep(len(content) / self.bytes_per_s)

@@ -64,6 +64,8 @@ class SaveAttempt:
     max_file_bytes: int = MAX_FILE_BYTES
     upload_timeout_s: float = 300.0
     """Deadline of each object, in an object store."""
+    tried: frozenset[str] = frozenset()
+    """Names of the attempts before that were given up; one may be published nevertheless."""
 
     @property
     def temporary(self) -> Path:
@@ -236,15 +238,15 @@ class AsyncWriter:
         done, start_s = not is_first, time.monotonic()
         try:
             saving = _saving_of(attempt, share)
-            if is_first:
-                saving.begin()
-            if shard_name is not None:
+            is_published = is_first and saving.begin()
+            if shard_name is not None and not is_published:
                 check_finite(pieces)
                 saving.write_shard(shard_name, pieces)
             pieces.clear()
-            if is_first and _all_written(attempt, saving, share.abandoned):
+            if is_published or (is_first and _all_written(attempt, saving, share.abandoned)):
                 before_publishing()
-                saving.publish()
+                if not is_published:
+                    saving.publish()
                 done = True
                 self._published.put((attempt.final, time.monotonic() - start_s))
         except (UserError, OSError) as error:
@@ -267,7 +269,8 @@ class AsyncWriter:
 class _Saving(NamedTuple):
     """The four parts of a save that differ between a file system and an object store."""
 
-    begin: Callable[[], object]
+    begin: Callable[[], bool]
+    """Function that returns True if the step is published already."""
     write_shard: Callable[[str, list[TensorPiece]], object]
     present: Callable[[], set[str]]
     """Function that returns the names of the shards whose reports exist."""
@@ -284,7 +287,7 @@ def _saving_of(attempt: SaveAttempt, share: _Share) -> _Saving:
         temporary, final = attempt.temporary, attempt.final
         assert isinstance(final, Path)
         return _Saving(
-            begin=lambda: None,  # before the writers start: see `save.begin`
+            begin=lambda: False,  # before the writers start: see `save.begin`
             write_shard=lambda name, pieces: write_shard(
                 temporary, name, pieces, copied=True, **options
             ),
@@ -298,7 +301,7 @@ def _saving_of(attempt: SaveAttempt, share: _Share) -> _Saving:
     assert isinstance(step, StorePath)
     access = StoreAccess(attempt.upload_timeout_s, share.abandoned.is_set)
     return _Saving(
-        begin=lambda: save_in_store.begin(step, name, access),
+        begin=lambda: save_in_store.begin(step, name, access, tried=attempt.tried),
         write_shard=lambda shard_name, pieces: save_in_store.upload_shard(
             step, name, shard_name, pieces, access, **options
         ),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, overload
 
-from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.errors import CheckpointError, StoreAwayError, UnreadableError
 from meshwright.mesh import Grid
 from meshwright.system.atomic import rename_synced
 from meshwright.system.bounded import open_regular
@@ -136,11 +136,15 @@ def retried(read: Callable[[], Found], path: Place) -> Found:
         try:
             return read()
         except OSError as error:
-            if isinstance(error, StoreError):
-                raise UnreadableError(
+            if isinstance(error, StoreError) and error.is_passing:
+                raise StoreAwayError(
                     "MW-CHECKPOINT-036",
                     f"{error.filename}: cannot be read: {error.strerror}. Run the same command again"
                     " when the store answers",
+                ) from error
+            if isinstance(error, StoreError):
+                raise UnreadableError(
+                    "MW-CHECKPOINT-040", f"{error.filename}: cannot be read: {error.strerror}"
                 ) from error
             if pause_s is None:
                 raise UnreadableError(

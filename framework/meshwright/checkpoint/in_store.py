@@ -25,7 +25,7 @@ from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.ranges import RangedFile
 from meshwright.system.bounded import MAX_MANIFEST_BYTES
 from meshwright.system.process import map_in_daemon_threads
-from meshwright.system.store import StoreAccess, StorePath
+from meshwright.system.store import StoreAccess, StoreError, StorePath
 
 ATTEMPT = "attempt.json"
 DELETED = "deleted"
@@ -41,38 +41,66 @@ def remove_leftovers(
     run: StorePath, access: StoreAccess, *, own: str = "", only_deletions: bool = False
 ) -> None:
     """Remove what dead saves and deletions have left. One rank calls it, while none is saved besides
-    the attempt ``own``.
-
-    A mark goes when a look finds nothing else of its attempt: a request of a dead process may still
-    arrive after the first look.
+    the attempt ``own``. A mark whose files the store does not let go keeps none of the others.
 
     Raises:
-        OSError: the store does not answer.
+        OSError: the store does not answer, or does not remove something.
     """
+    problem: StoreError | None = None
     for name in access.names(run):
         found = LEFTOVER.fullmatch(name)
         if found is None or found[2] == own or (only_deletions and found[2] != DELETED):
             continue
         step, attempt = run / found[1], found[2]
-        if attempt == DELETED:
-            delete_step(step, access)
-            continue
-        left = [each for each in access.names(step) if f"-{attempt}-" in each]
-        if left and access.size(step / MANIFEST) is not None:
-            text = access.read_all(step / MANIFEST, MAX_MANIFEST_BYTES).decode(errors="replace")
-            left = [each for each in left if f'"{each}"' not in text]
-        access.remove([step / each for each in left])
-        if not access.abort_uploads(step, f"-{attempt}-") and not left:
-            access.remove([run / name / each for each in access.names(run / name)])
+        try:
+            if attempt == DELETED:
+                _finish_deletion(step, own, access)
+            else:
+                _remove_attempt(step, attempt, access)
+        except StoreError as error:
+            if error.is_passing:
+                raise
+            problem = error
+    if problem is not None:
+        raise problem
+
+
+def _remove_attempt(step: StorePath, attempt: str, access: StoreAccess) -> None:
+    """Remove what a dead attempt has left of a step. Its mark goes when a look finds nothing else:
+    a request of a dead process may still arrive after the first look.
+    """
+    left = [each for each in access.names(step) if f"-{attempt}-" in each]
+    if left and access.size(step / MANIFEST) is not None:
+        text = access.read_all(step / MANIFEST, MAX_MANIFEST_BYTES).decode(errors="replace")
+        left = [each for each in left if f'"{each}"' not in text]
+    access.remove([step / each for each in left])
+    if not access.abort_uploads(step, f"-{attempt}-") and not left:
+        marks = step.parent / f".tmp-{step.name}-{attempt}"
+        access.remove([marks / each for each in access.names(marks)])
 
 
 def delete_step(step: StorePath, access: StoreAccess) -> None:
     """Delete a step, its manifest first, so that no reader takes half of it."""
-    mark = step.parent / f".tmp-{step.name}-{DELETED}" / ATTEMPT
-    access.put(mark, b"{}\n")
+    access.put(_deletion_mark(step), b"{}\n")
     access.remove([step / MANIFEST])
     access.remove([step / name for name in access.names(step)])
-    access.remove([mark])
+    access.remove([_deletion_mark(step)])
+
+
+def _deletion_mark(step: StorePath) -> StorePath:
+    return step.parent / f".tmp-{step.name}-{DELETED}" / ATTEMPT
+
+
+def _finish_deletion(step: StorePath, own: str, access: StoreAccess) -> None:
+    """Remove the rest of a step whose deletion died; what the attempt ``own`` writes there stays.
+
+    With a manifest it is a whole step still, or was saved again: only the mark goes, and retention
+    decides anew.
+    """
+    if access.size(step / MANIFEST) is None:
+        names = [name for name in access.names(step) if not own or f"-{own}-" not in name]
+        access.remove([step / name for name in names])
+    access.remove([_deletion_mark(step)])
 
 
 def published(steps: Iterable[StorePath], access: StoreAccess) -> list[StorePath]:

@@ -35,11 +35,11 @@ from meshwright.checkpoint.manifest import (
     render_sums,
 )
 from meshwright.checkpoint.ranges import TensorFile
-from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.errors import CheckpointError, StoreAwayError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.process import map_in_daemon_threads
-from meshwright.system.store import Place, StoreAccess, StorePath
+from meshwright.system.store import Place, StoreAccess, StoreError, StorePath
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -403,6 +403,16 @@ class CheckpointReader:
                     " the manifest: the two do not belong together; take another checkpoint",
                 )
             numbers = found[source]
+        except StoreError as error:
+            if not error.is_passing:
+                raise UnreadableError(
+                    "MW-CHECKPOINT-041", f"{place} cannot be read: {error.strerror}"
+                ) from error
+            raise StoreAwayError(
+                "MW-CHECKPOINT-042",
+                f"{place} cannot be read: {error.strerror}. Run the same command again when the"
+                " store answers",
+            ) from error
         except (SafetensorError, OSError) as error:  # a file may be pruned while it is read
             raise CheckpointError(
                 "MW-CHECKPOINT-020", f"{place} cannot be read: {error}; take another checkpoint"

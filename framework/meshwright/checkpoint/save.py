@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from meshwright.checkpoint.check import check, parse
 from meshwright.checkpoint.files import (
     DELETED_SUFFIX,
@@ -102,7 +104,7 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     reports = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
     manifest = merge(
         head,
-        [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in reports],
+        [parse_report(read_bytes(path, MAX_MANIFEST_BYTES), path) for path in reports],
     )
     sizes = {name: regular_size(temporary / name) for name in manifest.files}
     text = checked_text(manifest, sizes, final, temporary)
@@ -119,6 +121,22 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     with as_checkpoint_error(final):
         rename_synced(temporary, final)
     return manifest
+
+
+def parse_report(text: bytes, place: Place) -> ShardReport:
+    """Parse the report of a shard. ``place`` is its path, for the message.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        return ShardReport.model_validate_json(text)
+    except ValidationError as error:
+        raise CheckpointError(
+            "MW-CHECKPOINT-039",
+            f"{place}: is no report of a shard ({error.error_count()} problems): does another job"
+            " write there? Nothing is published",
+        ) from error
 
 
 def checked_text(

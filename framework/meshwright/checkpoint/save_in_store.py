@@ -12,16 +12,17 @@ answer was lost, that of the manifest too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from meshwright.checkpoint.in_store import ATTEMPT, NUM_THREADS, remove_leftovers
 from meshwright.checkpoint.manifest import MANIFEST, SUMS, CheckpointMetadata, Manifest, render_sums
 from meshwright.checkpoint.read import open_checkpoint
-from meshwright.checkpoint.save import checked_text, merge
-from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport, TensorPiece, write_files
+from meshwright.checkpoint.save import checked_text, merge, parse_report
+from meshwright.checkpoint.shard import REPORT_SUFFIX, TensorPiece, write_files
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system.bounded import MAX_MANIFEST_BYTES
 from meshwright.system.process import map_in_daemon_threads
@@ -43,8 +44,16 @@ def _as_checkpoint_error(path: StorePath) -> Iterator[None]:
         ) from error
 
 
-def begin(step: StorePath, attempt: str, access: StoreAccess, warn: Warn = print_warning) -> None:
-    """Remove what dead attempts have left. First rank only.
+def begin(
+    step: StorePath,
+    attempt: str,
+    access: StoreAccess,
+    *,
+    tried: Collection[str] = (),
+    warn: Warn = print_warning,
+) -> bool:
+    """Remove what dead attempts have left. First rank only. Return True if the step is published
+    already, by one of the attempts ``tried`` of this process: the answer to its manifest was lost.
 
     A damaged checkpoint of this step, which a resume has skipped, loses its publication: its
     manifest gets another name.
@@ -53,30 +62,64 @@ def begin(step: StorePath, attempt: str, access: StoreAccess, warn: Warn = print
         CheckpointError: a sound checkpoint of this step exists, or the store does not answer.
     """
     run = step.parent
-    with _as_checkpoint_error(run):
+    try:
         remove_leftovers(run, access, own=attempt)
+    except OSError as error:  # it must not keep all later saves from the store
+        if error.errno != errno.ECANCELED:
+            warn(
+                f"files of a dead save cannot be removed now: {error.filename or run}:"
+                f" {error.strerror}"
+            )
+    with _as_checkpoint_error(run):
         is_there = access.size(step / MANIFEST) is not None
-    if is_there:
-        _set_aside(step, attempt, access, warn)
+    return is_there and _is_published(step, attempt, access, tried, warn)
 
 
-def _set_aside(step: StorePath, attempt: str, access: StoreAccess, warn: Warn) -> None:
+def _manifest_text(step: StorePath, access: StoreAccess) -> bytes | None:
+    """Return the text of a step's manifest; None: there is none."""
+    if access.size(step / MANIFEST) is None:
+        return None
+    return access.read_all(step / MANIFEST, MAX_MANIFEST_BYTES)
+
+
+def _is_published(
+    step: StorePath, attempt: str, access: StoreAccess, tried: Collection[str], warn: Warn
+) -> bool:
+    """Verify a step with a manifest; see :func:`begin`. A damaged one is set aside."""
+    with _as_checkpoint_error(step):
+        before = _manifest_text(step, access)
     try:
         with open_checkpoint(step) as found:
             found.verify()
+            files = list(found.manifest.files)
     except UnreadableError:
         raise
     except CheckpointError as error:
+        _set_aside(step, attempt, access, before)
         warn(f"{step} does not verify and is no checkpoint any more: {error}")
-    else:
+        return False
+    if not any(f"-{name}-" in file for name in tried for file in files):
         raise CheckpointError(
             "MW-CHECKPOINT-037",
             f"{step} exists and is sound: a checkpoint is never overwritten. Resume from it"
             " with the same command, or choose another run.name",
         )
+    return True
+
+
+def _set_aside(step: StorePath, attempt: str, access: StoreAccess, damaged: bytes | None) -> None:
+    """Give the manifest that did not verify another name, unless another one is there by now."""
     with _as_checkpoint_error(step):
-        text = access.read_all(step / MANIFEST, MAX_MANIFEST_BYTES)
-        access.put(step / f"broken-{attempt}-{MANIFEST}", text)
+        text = _manifest_text(step, access)
+        if text is None:
+            return
+        if text != damaged:
+            raise CheckpointError(
+                "MW-CHECKPOINT-038",
+                f"{step / MANIFEST} was written while it was verified: does another job save there?"
+                " Choose another run.name or checkpoint.directory",
+            )
+        access.put(step / f"broken-manifest-{attempt}.json", text)
         access.remove([step / MANIFEST])
 
 
@@ -140,18 +183,23 @@ def publish(
     """Merge the shards' reports, compare the sizes of the objects, and publish the step.
 
     Raises:
-        CheckpointError: a tensor is not covered exactly once, an object has another size, or the
-            step exists. Nothing is published then.
+        CheckpointError: a report is none, a tensor is not covered exactly once, an object has
+            another size, or the step exists. Nothing is published then.
     """
     place = _attempt_place(step, attempt)
     names = [f"{name}{REPORT_SUFFIX}" for name in sorted(shard_names)]
     with _as_checkpoint_error(place):
         written = access.names(place)
         texts = map_in_daemon_threads(
-            lambda name: access.read(place / name, 0, written.get(name) or 0), names, NUM_THREADS
+            lambda name: access.read(
+                place / name, 0, min(written.get(name) or 0, MAX_MANIFEST_BYTES)
+            ),
+            names,
+            NUM_THREADS,
         )
         sizes = access.names(step)
-    manifest = merge(head, [ShardReport.model_validate_json(text) for text in texts])
+    reports = [parse_report(text, place / name) for name, text in zip(names, texts, strict=True)]
+    manifest = merge(head, reports)
     text = checked_text(manifest, sizes, step, step)
     if MANIFEST in sizes:
         raise CheckpointError(

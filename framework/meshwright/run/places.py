@@ -15,9 +15,10 @@ from pathlib import Path
 from meshwright.checkpoint import Candidate, find
 from meshwright.checkpoint.files import checkpoints_directory
 from meshwright.config import RunConfig, read_resolved
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, StoreAwayError
 from meshwright.run.directory import RESOLVED
 from meshwright.system.store import Place, StoreAccess, StoreError, StorePath, parse_place
+from meshwright.terminal.output import Warn, print_warning
 
 CHECK_S = 60.0
 """Deadline of each request of :func:`check_store`."""
@@ -36,19 +37,26 @@ def store_of(config: RunConfig) -> StorePath | None:
     return store / config.run.name
 
 
-def check_store(place: StorePath) -> None:
-    """Check that checkpoints can be written, read and removed there, before any rank exists.
+def check_store(place: StorePath, warn: Warn = print_warning) -> None:
+    """Check that checkpoints can be written and read there, before any rank exists.
 
     Raises:
         ConfigError: they cannot.
+        StoreAwayError: the store does not answer.
     """
     try:
-        StoreAccess(CHECK_S).check(place)
+        StoreAccess(CHECK_S).check(place, warn)
     except OSError as error:
+        if isinstance(error, StoreError) and error.is_passing:
+            raise StoreAwayError(
+                "MW-RUN-074",
+                f"checkpoint.directory: {error.filename}: {error.strerror}. Run the same command"
+                " again when the store answers",
+            ) from None
         raise ConfigError(
             "MW-RUN-069",
             f"checkpoint.directory: {error.filename or place}: {error.strerror}. A run writes, reads"
-            " and removes objects there: see docs/checkpoints.md#object-stores",
+            " and lists objects there: see docs/checkpoints.md#object-stores",
         ) from None
 
 

@@ -15,7 +15,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space
 from meshwright.config import LossScaling, batch_numbers, samples_after, write_snapshot
-from meshwright.errors import CheckpointError, ConfigError, UnreadableError
+from meshwright.errors import CheckpointError, ConfigError, StoreAwayError, UnreadableError
 from meshwright.mesh.mesh import Mesh, environment_rank
 from meshwright.optimizer import MAX_SCALE, LossScale, first_scale, saved_states_of
 from meshwright.parts import Parts, TrainState
@@ -61,7 +61,7 @@ def prepare(
     _check_space(blueprint, make_directory(config.run), 0, warn)
     store = store_of(config)
     if store is not None and environment_rank()[0] == 0:
-        check_store(store)
+        check_store(store, warn)
 
 
 def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning) -> None:
@@ -138,7 +138,7 @@ def resume(
     else:
         step = mirrored.reader.manifest.step
         later = [each.path for each in own if each.step >= step]
-        path = _checkpoint_from(later, directory, mesh)
+        path = _checkpoint_from(later, directory, mesh, log)
     if mirrored is not None and path is None:
         with mirrored.reader as checkpoint:
             _restore_from(checkpoint, parts, log, callbacks, mirrored.fetch)
@@ -159,16 +159,19 @@ def _find_own(parts: Parts, directory: Path) -> list[checkpoints.Candidate]:
         CheckpointError: on every rank; see :func:`~.places.find_own`.
     """
     found: list[checkpoints.Candidate] = []
-    problem, is_unreadable = None, False
+    problem, is_unreadable, is_away = None, False, False
     if parts.mesh.rank == 0:
         try:
             found = find_own(parts.config, directory)
         except CheckpointError as error:
             problem, is_unreadable = error.message, isinstance(error, UnreadableError)
+            is_away = isinstance(error, StoreAwayError)
     kinds = (checkpoints.Candidate, StorePath)
-    problem, is_unreadable, found = parts.mesh.world.gather_objects(
-        (problem, is_unreadable, found), *kinds
+    problem, is_unreadable, is_away, found = parts.mesh.world.gather_objects(
+        (problem, is_unreadable, is_away, found), *kinds
     )[0]
+    if problem is not None and is_away:
+        raise StoreAwayError("MW-RUN-075", problem)
     if problem is not None and is_unreadable:
         raise UnreadableError("MW-RUN-068", problem)
     if problem is not None:
@@ -176,19 +179,25 @@ def _find_own(parts: Parts, directory: Path) -> list[checkpoints.Candidate]:
     return found
 
 
-def _checkpoint_from(paths: Sequence[Place], directory: Path, mesh: Mesh) -> Place | None:
+def _checkpoint_from(
+    paths: Sequence[Place], directory: Path, mesh: Mesh, log: Callable[[str], None]
+) -> Place | None:
     """Return the newest sound one of the checkpoints of the mirror's step and of later ones; None:
     there is none. Collective over all ranks; blocks.
 
     A rank may have died after its step was saved, and before it was mirrored. The step could not be
-    saved again: a checkpoint is never overwritten.
+    saved again: a checkpoint is never overwritten. In a store that is away it is left out: there a
+    save that fails does not end the run.
     """
     if not paths:
         return None
     try:
         return newest_sound(directory, mesh, only=paths)
-    except UnreadableError:
-        raise
+    except UnreadableError as error:
+        if not any(isinstance(path, StorePath) for path in paths):
+            raise
+        log(f"checkpoints of the mirror's step and later are left out: {error}")
+        return None
     except CheckpointError:  # a save moves a damaged one aside
         return None
 
@@ -361,20 +370,23 @@ def newest_sound(
     """
 
     def verify(path: Place) -> Place:
-        problem, digest, unreadable = None, "", False
+        problem, digest, unreadable, away = None, "", False, False
         try:
             checkpoint = checkpoints.open_checkpoint(path)
             checkpoint.verify(slice(mesh.rank, None, mesh.grid.size))
             digest = checkpoint.digest
         except CheckpointError as error:
             problem, unreadable = error.message, isinstance(error, UnreadableError)
-        results: list[tuple[str | None, str, bool]] = mesh.world.gather_objects(
-            (problem, digest, unreadable)
+            away = isinstance(error, StoreAwayError)
+        results: list[tuple[str | None, str, bool, bool]] = mesh.world.gather_objects(
+            (problem, digest, unreadable, away)
         )
-        problems = list(dict.fromkeys(text for text, _, _ in results if text is not None))
-        if any(unreadable for _, _, unreadable in results):
+        problems = list(dict.fromkeys(text for text, *_ in results if text is not None))
+        if any(away for *_, away in results):
+            raise StoreAwayError("MW-RUN-076", "\n".join(problems))
+        if any(unreadable for _, _, unreadable, _ in results):
             raise UnreadableError("MW-RUN-017", "\n".join(problems))
-        if not problems and len({digest for _, digest, _ in results}) > 1:
+        if not problems and len({digest for _, digest, *_ in results}) > 1:
             problems = [
                 f"{path}: not all ranks read the same checkpoint: is it on a file system that all"
                 " share?"

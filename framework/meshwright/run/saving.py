@@ -83,6 +83,8 @@ class Saver:
         self._slab = HostSlab()
         self._attempt: SaveAttempt | None = None
         """Save in progress; the same on all ranks."""
+        self._given_up: set[str] = set()
+        """Names of the attempts that were given up; the same on all ranks."""
         self._unsynced: list[Path] = []
         """Files of observers that no published checkpoint has synced yet;
         empty on ranks other than 0.
@@ -140,6 +142,7 @@ class Saver:
             result.attempt,
             frozenset(names),
             upload_timeout_s=checkpoint.upload_timeout_s,
+            tried=frozenset(self._given_up),
         )
         if mesh.rank == 0:  # its writer thread alone syncs and publishes
             self._unsynced += parts.written_files
@@ -150,7 +153,7 @@ class Saver:
             self._host_pieces(),
             is_first=mesh.rank == 0,
             before_publishing=self._sync_files,
-            after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
+            after_publishing=lambda: self._prune(step),
         )
         if not checkpoint.asynchronous:
             self.finish()
@@ -262,6 +265,8 @@ class Saver:
         mesh, writer = self.parts.mesh, self.writer
         writer.abandon()
         writer.end()
+        if self._attempt is not None:
+            self._given_up.add(self._attempt.name)
         self._attempt = None
         own = self._files.recover() if mesh.rank == 0 else None
         recovery: Recovery = mesh.world.gather_objects(own, Recovery)[0]
@@ -375,6 +380,7 @@ class Saver:
 
     def _give_up(self, attempt: SaveAttempt, problems: list[str]) -> None:
         self._attempt = None
+        self._given_up.add(attempt.name)
         self.writer.abandon()
         if self._store is not None:
             self._num_failed += 1
@@ -416,7 +422,7 @@ class Saver:
         Collective over all ranks. Of a store what this start has read and saved counts.
         """
         if self.saved_step is not None or self._store is not None:
-            return self.saved_step is not None or self._first_step > above
+            return self.saved_step is not None or self._first_step > max(above, 0)
         own = self.parts.mesh.rank == 0 and has_checkpoint(self.directory, above)
         return bool(self.parts.mesh.world.gather_objects(own)[0])
 
@@ -432,11 +438,12 @@ class Saver:
         sync_run_files(self.directory, self._unsynced, self._warn)
         self._unsynced = []
 
-    def _prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete older checkpoints, on the writer's thread, after one is published.
+    def _prune(self, step: int) -> None:
+        """Delete older checkpoints, on the writer's thread, after that of ``step`` is published.
         An error is only a warning.
         """
+        keys = self.parts.config.checkpoint
         try:
-            prune(self.place, keep_last, keep_every, warn=self._warn)
+            prune(self.place, keys.keep_last, keys.keep_every, published=step, warn=self._warn)
         except (CheckpointError, OSError) as error:
             self._warn(f"older checkpoints could not be deleted: {error}")

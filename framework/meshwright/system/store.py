@@ -71,6 +71,8 @@ HINTS = {
     "QuotaExceeded": "the store is full",
 }
 """Answers after which another try is in vain -> their meaning."""
+PASSING = {"BadDigest", "IncompleteBody", "RequestTimeout"}
+"""Answers with HTTP 400 to a request that was damaged on its way, and is made again."""
 _making = threading.Lock()
 _jitter = random.Random()  # the global generator belongs to the run
 
@@ -226,7 +228,8 @@ def own_error(error: BaseException, path: StorePath) -> OSError:
     answer = f"{name}, HTTP {status}" if status else name
     is_refused = status is not None and 400 <= status < 500 and status not in (408, 409, 429)
     text = f"{hint} ({answer})" if hint else f"the store did not answer as it should ({answer})"
-    return StoreError(text, path, is_passing=hint is None and not is_refused)
+    is_passing = code in PASSING or (hint is None and not is_refused)
+    return StoreError(text, path, is_passing=is_passing)
 
 
 def _answer_of(error: BaseException) -> tuple[str, int | None]:
@@ -296,7 +299,8 @@ class StoreAccess:
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "is missing", str(path))
         if size > limit_bytes:
-            raise StoreError(f"{size:,} bytes, and at most {limit_bytes:,} are read", path)
+            reason = f"{size:,} bytes, and at most {limit_bytes:,} are read"
+            raise StoreError(reason, path, is_passing=False)
         return self.read(path, 0, size) if size else b""
 
     def chunks(self, path: StorePath, size: int) -> Iterator[bytes]:
@@ -362,16 +366,25 @@ class StoreAccess:
                 self._call_s3(path, "abort_multipart_upload", **named)
         return len(uploads)
 
-    def check(self, path: StorePath) -> None:
-        """Write, read and remove a small object below a path.
+    def check(self, path: StorePath, warn: Callable[[str], None]) -> None:
+        """Write, read, list and remove a small object below a path. Without the right to remove
+        objects or uploads a run can save: that is a warning.
 
         Raises:
-            OSError: one of the three is impossible.
+            OSError: what a save needs is impossible.
         """
         probe = path / f".tmp-probe-{secrets.token_hex(4)}"
         self.put(probe, b"probe")
         self.read(probe, 0, 5)
-        self.remove([probe])
+        self.names(path)
+        try:
+            self.remove([probe])
+            self.abort_uploads(path, probe.name)
+        except OSError as error:
+            warn(
+                f"{path}: what is removed there stays, old checkpoints and what dead saves leave:"
+                f" {error.strerror}"
+            )
 
     # -- requests
 
@@ -382,8 +395,10 @@ class StoreAccess:
         place["UploadId"] = found["UploadId"]
         waiting: deque[Future[Any]] = deque()
         tags: list[str] = []
+        size = 0
         try:
             for number, body in enumerate(parts, 1):
+                size += len(body)
                 if len(waiting) == PARTS_AT_ONCE:
                     tags.append(self._wait(waiting.popleft())["ETag"])
                 options = {**place, "PartNumber": number, "Body": body}
@@ -392,12 +407,18 @@ class StoreAccess:
                 tags.append(self._wait(waiting.popleft())["ETag"])
             listed = [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(tags, 1)]
             options = {**place, "MultipartUpload": {"Parts": listed}}
-            self._wait(self._start_s3(path, "complete_multipart_upload", options, end_s))
+            try:
+                self._wait(self._start_s3(path, "complete_multipart_upload", options, end_s))
+            except FileNotFoundError:
+                # a try before has completed it, and its answer was lost
+                if self.size(path) != size:
+                    raise
         except BaseException:
             for future in waiting:
                 future.cancel()
             # nobody waits for it: the next start removes what is left
-            self._start_s3(path, "abort_multipart_upload", place, time.monotonic() + ABORT_S)
+            end_s = time.monotonic() + ABORT_S
+            StoreAccess(ABORT_S)._start_s3(path, "abort_multipart_upload", place, end_s)
             raise
 
     def _remove_from_s3(self, paths: list[StorePath]) -> None:
@@ -438,6 +459,7 @@ class StoreAccess:
 
     def _now(self, path: StorePath, function: Callable[[], Any]) -> Future[Any]:
         """Call a function that blocks and fails at once, of a file system without a network."""
+        self._check_wanted()
         future: Future[Any] = Future()
         try:
             future.set_result(function())
@@ -451,6 +473,7 @@ class StoreAccess:
         """Start a request on the event loop: see NOTE [requests that hang]."""
         import asyncio  # not at the start of every command
 
+        self._check_wanted()
         loop = file_system(path.scheme).loop
         tried = _try_until(make, path, end_s, self._limit_s)
         return asyncio.run_coroutine_threadsafe(tried, loop)
@@ -459,10 +482,17 @@ class StoreAccess:
         while not future.done():
             with contextlib.suppress(TimeoutError):
                 return future.result(0.1)
-            if self._should_stop():
+            try:
+                self._check_wanted()
+            except OSError:
                 future.cancel()
-                raise OSError(errno.ECANCELED, "was given up")
+                raise
         return future.result()
+
+    def _check_wanted(self) -> None:
+        """Raise OSError if the caller was given up: no request of it begins any more."""
+        if self._should_stop():
+            raise OSError(errno.ECANCELED, "was given up")
 
     @staticmethod
     def _checked(path: StorePath, start: int, stop: int, found: bytes) -> bytes:

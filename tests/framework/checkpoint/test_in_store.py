@@ -43,9 +43,16 @@ class Saving:
         attempt: str = "a1",
         timeout_s: float = 20,
         ranks: Iterable[int] = range(TP),
+        tried: Iterable[str] = (),
     ) -> None:
         self.attempt = SaveAttempt(
-            RUN, fake.head(step), attempt, NAMES, max_file_bytes=800, upload_timeout_s=timeout_s
+            RUN,
+            fake.head(step),
+            attempt,
+            NAMES,
+            max_file_bytes=800,
+            upload_timeout_s=timeout_s,
+            tried=frozenset(tried),
         )
         self.state = fake.state(step)
         self.writers = [AsyncWriter() for _ in range(TP)]
@@ -330,7 +337,81 @@ def test_a_damaged_step_is_saved_again(
     state = save(fake, 3, "b2")
     check_read(fake, RUN / "step-00000003", state)
     assert "does not verify" in capsys.readouterr().err
-    assert "prefix/demo/step-00000003/broken-b2-manifest.json" in s3.all_keys()
+    save(fake, 4, "c3")  # removes what b2 has left
+    assert "prefix/demo/step-00000003/broken-manifest-b2.json" in s3.all_keys()
+
+
+@pytest.mark.long
+def test_a_manifest_that_came_meanwhile_is_not_set_aside(s3: ObjectStore, fake: Fake) -> None:
+    """Another job saves the step while its damaged files are verified."""
+    save(fake, 3)
+    damage(s3, "step-00000003/pp0-tp1-a1-00000.safetensors")
+
+    def publish(request: Request) -> None:
+        if request.key.endswith("pp0-tp1-a1-00000.safetensors") and request.what == "GET":
+            s3.put("prefix/demo/step-00000003/manifest.json", b"of another job")
+
+    s3.proxy.fault = publish
+    assert "MW-CHECKPOINT-038" in str(Saving(fake, 3, "b2").wait())
+    assert s3.get("prefix/demo/step-00000003/manifest.json") == b"of another job"
+    assert not any("broken" in key for key in s3.all_keys())
+
+
+def test_what_a_dead_save_left_keeps_no_other_from_saving(
+    s3: ObjectStore, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where nothing may be removed; its mark stays. Other marks go."""
+    dead = "prefix/demo/.tmp-step-00000001-d1/attempt.json"
+    s3.put(dead, b"{}")
+    s3.put("prefix/demo/.tmp-step-00000002-d2/attempt.json", b"{}")
+    s3.put("prefix/demo/step-00000001/pp0-tp0-d1-00000.safetensors", b"x")
+    denied = iter(["deny"])
+    s3.proxy.fault = lambda request: next(denied, None) if request.what == "DELETE" else None
+    state = save(fake, 3)
+    check_read(fake, RUN / "step-00000003", state)
+    assert "files of a dead save cannot be removed now" in capsys.readouterr().err
+    assert dead in s3.all_keys() and not any("-d2" in key for key in s3.all_keys())
+
+
+def test_retention_keeps_what_was_just_published(s3: ObjectStore, fake: Fake) -> None:
+    """A newer step that a resume has skipped has the right sizes, and is none of those to keep."""
+    for step in (2, 4, 9):
+        save(fake, step)
+    damage(s3, "step-00000009/pp0-tp1-a1-00000.safetensors")
+    gone = prune(RUN, keep_last=1, published=4)
+    assert [each.step for each in gone] == [2]
+    assert [each.step for each in find(RUN)] == [9, 4]
+
+
+def test_a_deletion_that_has_not_begun_is_none(s3: ObjectStore, fake: Fake) -> None:
+    """Its mark is there and the manifest too: retention decides anew."""
+    state = save(fake, 3)
+    mark = "prefix/demo/.tmp-step-00000003-deleted/attempt.json"
+    s3.put(mark, b"{}")
+    save(fake, 4, "b2")
+    check_read(fake, RUN / "step-00000003", state)
+    assert mark not in s3.all_keys()
+
+
+def test_a_step_that_is_published_without_an_answer(s3: ObjectStore, fake: Fake) -> None:
+    """The manifest's answer is lost until the save is given up: the next try finds its own step."""
+    s3.proxy.fault = lambda request: (
+        "lose" if request.key.endswith("3/manifest.json") and request.what == "PUT" else None
+    )
+    assert "manifest.json" in str(Saving(fake, 3, timeout_s=1).wait())
+    s3.proxy.fault = lambda request: None
+    again = Saving(fake, 3, "b2", tried=["a1"])
+    assert again.wait() is None and again.writers[0].take_published() is not None
+    check_read(fake, RUN / "step-00000003", again.state)
+    assert "MW-CHECKPOINT-037" in str(Saving(fake, 3, "c3", tried=["a2"]).wait())
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{"])
+def test_a_report_that_is_none(s3: ObjectStore, fake: Fake, text: bytes) -> None:
+    s3.put("prefix/demo/.tmp-step-00000003-a1/pp0-tp1.shard.json", text)
+    saving = Saving(fake, 3, ranks=[0])
+    saving.writers[1]._share.done.set()
+    assert "MW-CHECKPOINT-039" in str(saving.wait()) and find(RUN) == []
 
 
 def damage(s3: ObjectStore, name: str) -> None:

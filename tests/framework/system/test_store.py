@@ -59,7 +59,9 @@ def once(fault: str, times: int) -> Callable[[Request], str | None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["throttle", "drop", "broken", "stall"])
+@pytest.mark.parametrize(
+    "fault", ["throttle", "drop", "broken", "stall", "lose", "digest", "timeout"]
+)
 def test_a_fault_that_passes_is_tried_again(
     s3: ObjectStore, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,43 @@ def test_a_call_is_given_up(s3: ObjectStore) -> None:
     with pytest.raises(OSError, match="given up"):
         access.upload(RUN / "x", [bytes(40 * MIB)])
     assert time.monotonic() - start_s < 3
+
+
+def test_a_call_that_was_given_up_begins_no_request(s3: ObjectStore, tmp_path: object) -> None:
+    access = StoreAccess(60, lambda: True)
+    for path in (RUN / "x", StorePath(f"file://{tmp_path}/x")):
+        with pytest.raises(OSError, match="given up"):
+            access.put(path, b"abc")
+        assert StoreAccess().size(path) is None
+    assert s3.proxy.counts() == {"HEAD": 1}
+
+
+def test_a_completed_upload_whose_answer_is_lost(
+    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next try gets NoSuchUpload: the object has the size, and that is success."""
+    monkeypatch.setattr(store, "PAUSE_S", (0.05, 0.1))
+    faults = iter(["lose", "gone"])
+    s3.proxy.fault = lambda request: next(faults) if request.what == "complete" else None
+    size, _ = StoreAccess(20).upload(RUN / "x", [bytes(17 * MIB)])
+    assert s3.proxy.counts()["complete"] == 2 and StoreAccess().size(RUN / "x") == size
+
+
+def test_an_upload_that_somebody_removed_is_no_success(s3: ObjectStore) -> None:
+    s3.proxy.fault = lambda request: "gone" if request.what == "complete" else None
+    with pytest.raises(FileNotFoundError):
+        StoreAccess(20).upload(RUN / "x", [bytes(17 * MIB)])
+
+
+@pytest.mark.parametrize("what", ["DELETE", "uploads"])
+def test_the_check_needs_no_right_to_remove(s3: ObjectStore, what: str) -> None:
+    s3.proxy.fault = lambda request: "deny" if request.what == what else None
+    warnings: list[str] = []
+    StoreAccess().check(RUN, warnings.append)
+    assert len(warnings) == 1 and "credentials do not allow it" in warnings[0]
+    s3.proxy.fault = lambda request: "deny" if request.what == "LIST" else None
+    with pytest.raises(StoreError):
+        StoreAccess().check(RUN, warnings.append)
 
 
 def test_uploads_of_others_are_not_aborted(s3: ObjectStore) -> None:
