@@ -142,7 +142,7 @@ class Rejoin:
             limit_s = HANG_S if isinstance(error, HangEcho) else 0.0
             if isinstance(error, HangError) and error.stuck:
                 limit_s = HANG_S
-                message = str(error)[:MAX_MESSAGE]
+                message = str(error).encode("utf-8", "replace").decode()[:MAX_MESSAGE]
                 verdict = HangVerdict(ranks=error.stuck, message=message, for_s=error.for_s)
                 self._notes.set(f"hang/{generation}", verdict.model_dump_json())
             if self._wait_for_generation(generation, limit_s) == generation:

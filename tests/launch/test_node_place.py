@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,70 @@ def test_spares_need_agents(
     assert "--ntasks-per-node=1\n" in script and "--no-kill --kill-on-bad-exit=0 --wait=0" in script
     assert "MESHWRIGHT_SPARES=$((SLURM_JOB_NUM_NODES - 2))" in script
     assert main([*words[:-1], "--force"]) == 0 and "no-kill" not in capsys.readouterr().out
+
+
+COMMANDS = {
+    "srun": """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+SLURM_NODEID=0 bash -c "$3" _ bash -c "$FIRST" &
+SLURM_NODEID=1 bash -c "$3" _ bash -c "$SECOND" &
+wait %1; CODE=$?
+wait %2 && exit "$CODE"
+""",
+    "scontrol": """#!/bin/sh
+[ "$1" = requeue ] && echo "$SLURM_NODEID" >> requeued
+[ "$1" = show ] && echo "$UP" | tr ' ' '\\n'
+""",
+    "squeue": "#!/bin/sh\necho nodes\n",
+    "sleep": '#!/bin/sh\nexec /bin/sleep "0.$1"\n',
+}
+"""What the job script calls. The last exit code is srun's; a second's sleep lasts a tenth."""
+LOST = "exit 94"
+ENDS = 'echo {} > "$MESHWRIGHT_EXIT_FILE"; exit {}'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "up", "code", "requeued"),
+    [
+        ("kill -9 $$", LOST, "n0 n1", 137, ""),
+        ("exit 1", LOST, "n0 n1", 1, ""),
+        (f"/bin/sleep 1; {ENDS.format(0, 0)}", LOST, "n0 n1", 0, ""),
+        (f"/bin/sleep 1; {ENDS.format(0, 0)}", "kill -9 $$", "n0 n1", 0, ""),
+        (ENDS.format(85, 85), "exit 85", "n0 n1", 85, ""),
+        ("exec /bin/sleep 3", LOST, "n1", None, "1\n"),
+    ],
+    ids=["first killed", "first failed", "cut off", "second killed", "on request", "first off"],
+)
+def test_a_job_ends_whichever_agent_does(
+    first: str,
+    second: str,
+    up: str,
+    code: int | None,
+    requeued: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It neither waits for its time limit beside a healthy first node, nor stays when that is off."""
+    demo = str(Path(__file__).parents[2] / "configs" / "demo.toml")
+    monkeypatch.chdir(tmp_path)
+    words = ["slurm", demo, "--nodes=2", "--devices-per-node=4", "--spares=1", "--no-requeue"]
+    words = words if code is not None else words[:-1]
+    assert main([*words, "--watch.mirror=true", "--launch.max_restarts=3"]) == 0
+    (tmp_path / "bin").mkdir()
+    for name, text in COMMANDS.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURMD_NODENAME": "n0",
+        "FIRST": first,
+        "SECOND": second,
+        "UP": up,
+    }
+    command = ["/bin/bash", "runs/demo/slurm/job.sbatch"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
+    place = tmp_path / "requeued"
+    assert requeued == (place.read_text().replace("\n\n", "\n") if place.exists() else "")
+    assert code is None or done.returncode == code, done.stderr
