@@ -48,6 +48,7 @@ class Setting:
         }
         config = RunConfig.model_validate(keys)
         self.listener = socket.create_server(("127.0.0.1", 0))
+        self.agents: list[NodeLink] = []
         self.store = dist.HashStore()
         self.mirror = MirrorPlace()
         signals = SignalForwarder(directory / "listening", [])
@@ -62,6 +63,7 @@ class Setting:
     def join(self, node: int, name: str) -> list[End]:
         """Send the first message of an agent; return the answer, if it is refused."""
         link = self.connect()
+        self.agents.append(link)
         link.send(Hello(node=node, name=name, run=self.coordinator._digest))
         for _ in range(5):
             self.coordinator._listen(0.02)

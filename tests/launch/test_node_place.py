@@ -121,39 +121,17 @@ LOST = "exit 94"
 ENDS = 'echo {} > "$MESHWRIGHT_EXIT_FILE"; exit {}'
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "up", "code", "requeued"),
-    [
-        ("kill -9 $$", LOST, "n0 n1", 137, ""),
-        ("exit 1", LOST, "n0 n1", 1, ""),
-        (f"/bin/sleep 1; {ENDS.format(0, 0)}", LOST, "n0 n1", 0, ""),
-        (f"/bin/sleep 1; {ENDS.format(0, 0)}", "kill -9 $$", "n0 n1", 0, ""),
-        (ENDS.format(85, 85), "exit 85", "n0 n1", 85, ""),
-        ("exec /bin/sleep 3", LOST, "n1", None, "1\n"),
-    ],
-    ids=["first killed", "first failed", "cut off", "second killed", "on request", "first off"],
-)
-def test_a_job_ends_whichever_agent_does(
-    first: str,
-    second: str,
-    up: str,
-    code: int | None,
-    requeued: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It neither waits for its time limit beside a healthy first node, nor stays when that is off."""
+def run_job(place: Path, first: str, second: str, up: str, *words: str) -> int:
+    """Run the job's script, with two agents that end in these ways; return its exit code."""
     demo = str(Path(__file__).parents[2] / "configs" / "demo.toml")
-    monkeypatch.chdir(tmp_path)
-    words = ["slurm", demo, "--nodes=2", "--devices-per-node=4", "--spares=1", "--no-requeue"]
-    words = words if code is not None else words[:-1]
-    assert main([*words, "--watch.mirror=true", "--launch.max_restarts=3"]) == 0
-    (tmp_path / "bin").mkdir()
+    words = ("--nodes=2", "--devices-per-node=4", "--spares=1", *words)
+    assert main(["slurm", demo, *words, "--watch.mirror=true", "--launch.max_restarts=3"]) == 0
+    (place / "bin").mkdir(exist_ok=True)
     for name, text in COMMANDS.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        (place / "bin" / name).write_text(text)
+        (place / "bin" / name).chmod(0o755)
     environment = {
-        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "PATH": f"{place / 'bin'}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NUM_NODES": "3",
         "SLURMD_NODENAME": "n0",
@@ -162,7 +140,36 @@ def test_a_job_ends_whichever_agent_does(
         "UP": up,
     }
     command = ["/bin/bash", "runs/demo/slurm/job.sbatch"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
-    place = tmp_path / "requeued"
-    assert requeued == (place.read_text().replace("\n\n", "\n") if place.exists() else "")
-    assert code is None or done.returncode == code, done.stderr
+    return subprocess.run(command, env=environment, capture_output=True, timeout=20).returncode
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        ("kill -9 $$", LOST, 137),
+        ("exit 1", LOST, 1),
+        (f"/bin/sleep 1; {ENDS.format(0, 0)}", LOST, 0),
+        (f"/bin/sleep 1; {ENDS.format(0, 0)}", "kill -9 $$", 0),
+        (ENDS.format(85, 85), "exit 85", 85),
+    ],
+    ids=["first killed", "first failed", "cut off", "second killed", "on request"],
+)
+def test_a_job_ends_whichever_agent_does(
+    first: str, second: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for its time limit beside a healthy first node."""
+    monkeypatch.chdir(tmp_path)
+    assert run_job(tmp_path, first, second, "n0 n1", "--no-requeue") == code
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_job_without_its_first_node_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another node, once; such failures count like others."""
+    monkeypatch.chdir(tmp_path)
+    for start in range(1, 5):
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        run_job(tmp_path, f"/bin/sleep 0.4; {ENDS.format(0, 0)}", LOST, "n1")
+        assert (tmp_path / "requeued").read_text().split() == ["1"], start
+    assert run_job(tmp_path, ENDS.format(0, 0), "exit 0", "n0 n1") == 93
