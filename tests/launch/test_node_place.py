@@ -116,7 +116,7 @@ wait %2 && exit "$CODE"
     "squeue": "#!/bin/sh\necho nodes\n",
     "sleep": '#!/bin/sh\nexec /bin/sleep "0.$1"\n',
 }
-"""What the job script calls. The last exit code is srun's; a second's sleep lasts a tenth."""
+"""Commands that the job script calls. The last exit code is srun's; a second's sleep lasts a tenth."""
 LOST = "exit 94"
 ENDS = 'echo {} > "$MESHWRIGHT_EXIT_FILE"; exit {}'
 
