@@ -68,13 +68,18 @@ class Agent:
 
     def carry_out(self, order: Order) -> None:
         """Kill and fork processes. A rank that cannot be forked is reported as ended."""
+        # a restart too has steps in memory
+        is_recovering = order.is_recovery or order.generation > 0
+        with self._ranks.signals.changing(is_recovering):
+            self._replace(order)
+
+    def _replace(self, order: Order) -> None:
         if not order.is_recovery:
             self._ranks.warm_up()
         leaving = set(self._ranks.held()).difference(order.ranks)
         self._ranks.kill(leaving.union(order.begin))
         if order.clears:
             self._mirror.clear()
-        self._ranks.signals.is_recovering = order.is_recovery
         path = str(self._mirror.open())
         for rank in order.begin:
             on_node = order.ranks.index(rank), len(order.ranks)

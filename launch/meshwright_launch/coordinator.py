@@ -31,6 +31,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import DriftError, HangError, MissingRanksError
 from meshwright.run.directory import run_directory
 from meshwright.system.atomic import append_synced
+from meshwright.system.host import NODE
 from meshwright.terminal.output import abridge, tell
 from meshwright_launch.agent import Agent, digest
 from meshwright_launch.failure import (
@@ -140,7 +141,8 @@ class RankRecovery:
     """Recovery that is not complete."""
 
     fault: RankFault
-    num_replaced: int
+    replaced: tuple[int, ...]
+    """Ranks with new processes."""
     begun_s: float = field(default_factory=time.monotonic)
     times: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds after ``begun_s`` when all ranks had completed it."""
@@ -218,7 +220,8 @@ class Coordinator:
         except RankFailed as failed:
             failed.is_requested = self._is_requested
             # steps before a drift may have drifted too
-            self._clears = failed.exit_code == DriftError.exit_code
+            codes = {failed.exit_code, *(each.code for each in self._exits.values())}
+            self._clears = DriftError.exit_code in codes
             raise
         for record in self._records():  # all have saved and exited on request
             raise RankFailed(record.message, record.rank, record.exit_code)
@@ -308,17 +311,20 @@ class Coordinator:
         recovery = self._recovery
         if recovery is None or "left" in recovery.times:
             return None
-        if time.monotonic() - recovery.begun_s < LEAVE_S:
+        waited_s = time.monotonic() - recovery.begun_s
+        if waited_s < LEAVE_S:
             return None
         came = self._notes.came("left", self._num_ranks)
+        if waited_s < self._timeout_s:
+            came.update(recovery.replaced)  # new processes import, and have no step to leave
         ranks = tuple(rank for rank in range(self._num_ranks) if rank not in came)
         if not ranks:
             return None
         what = (
             f"rank{'s' * (len(ranks) > 1)} {abridge(ranks)} did not leave"
-            f" {'their' if len(ranks) > 1 else 'its'} step within {LEAVE_S:g} s of a failure"
+            f" {'their' if len(ranks) > 1 else 'its'} step within {waited_s:.0f} s of a failure"
         )
-        is_new = recovery.num_replaced == self._num_ranks  # new processes have no step to leave
+        is_new = len(recovery.replaced) == self._num_ranks  # new processes have no step to leave
         return RankFault(
             ranks, what, RankFailed(what, ranks[0]), is_new=is_new, nodes=self._names(ranks)
         )
@@ -328,7 +334,8 @@ class Coordinator:
         if self._has_finished() or self._is_requested or not fault.is_transient:
             return False
         mirror = self._mirror
-        has_left = mirror.futile < MAX_FUTILE_RESTARTS and mirror.recoveries < self._limit
+        futile = mirror.count_futile(mirror.newest_step())
+        has_left = futile < MAX_FUTILE_RESTARTS and mirror.recoveries < self._limit
         return has_left or not fault.is_new
 
     def _last_error(self, fault: RankFault) -> RankFailed:
@@ -379,7 +386,7 @@ class Coordinator:
             f"meshwright: {fault.what}; {how}{where}, recovery {mirror.recoveries} of {self._limit}"
         )
         mirror.generation += 1
-        self._recovery = RankRecovery(fault, len(replaced))
+        self._recovery = RankRecovery(fault, replaced)
         self._order(replaced, is_recovery=True)
 
     def _follow(self, recovery: RankRecovery) -> None:
@@ -397,7 +404,7 @@ class Coordinator:
             "generation": self._mirror.generation,
             "what": recovery.fault.what,
             "nodes": recovery.fault.nodes,
-            "replaced": recovery.num_replaced,
+            "replaced": len(recovery.replaced),
             "step": self._notes.first_step(),
             "detected_s": round(recovery.fault.detected_s, 3),
             **{f"{phase}_s": value for phase, value in recovery.times.items()},
@@ -560,22 +567,24 @@ class Coordinator:
         """Accept connections; add the nodes of those that send their first message."""
         most = MAX_STRANGERS + self._place.num_nodes
         while self._listener is not None and wait([self._listener], 0.0):
-            with contextlib.suppress(OSError):
+            try:
                 link = NodeLink(self._listener.accept()[0], self._place.num_nodes)
-                self._strangers.append((link, time.monotonic()))
+            except OSError:  # no file descriptors are left: the connection waits for the next turn
+                break
+            self._strangers.append((link, time.monotonic()))
             if len(self._strangers) > most:
                 self._dismiss(self._strangers[0])
         for stranger in list(self._strangers):
             link, came_s = stranger
             try:
-                messages = link.receive()
+                first = link.receive_first()
             except LinkLost:
                 self._dismiss(stranger)
                 continue
-            if messages and isinstance(messages[0], Hello):
+            if isinstance(first, Hello):
                 self._strangers.remove(stranger)
-                self._welcome(messages[0], link)
-            elif messages or time.monotonic() - came_s > HELLO_S:
+                self._welcome(first, link)
+            elif first is not None or time.monotonic() - came_s > HELLO_S:
                 self._dismiss(stranger)
 
     def _dismiss(self, stranger: tuple[NodeLink, float]) -> None:
@@ -589,6 +598,9 @@ class Coordinator:
             why = "its configuration, or its number of nodes, ranks per node or spares, is another"
         elif not 0 < hello.node < self._place.num_nodes or hello.node in self._nodes:
             why = f"there is a node {hello.node} already"
+        elif any(hello.name == each.name for each in self._nodes.values()):
+            # ranks copy their state to ranks of nodes with another name
+            why = f"there is a node of this name already (set {NODE} to a name of its own)"
         if why:
             text = (
                 f"the agent of {hello.name!r} is refused by that of {self._nodes[0].name}: {why}. Start"

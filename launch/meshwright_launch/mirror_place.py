@@ -27,8 +27,14 @@ class MirrorPlace:
     def count_failure(self, step: int) -> None:
         """Count a failure that is repaired; ``step``: the newest that was mirrored."""
         self.recoveries += 1
-        self.futile = 1 if step > self._failed_step else self.futile + 1
+        self.futile = self.count_futile(step) + 1
         self._failed_step = step
+
+    def count_futile(self, step: int) -> int:
+        """Return the repaired failures in a row before one that comes now; ``step``: the newest that is
+        mirrored. 0: the run has gone on since the last one.
+        """
+        return 0 if step > self._failed_step else self.futile
 
     def open(self) -> Path:
         """Return the directory; make it at the first call. It is removed when this process exits.

@@ -25,6 +25,8 @@ MAX_LINE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 MAX_TURN_BYTES = 64 << 20
 """Bytes that are taken at once, and that may wait to be sent."""
+MAX_HELLO_BYTES = 4096
+"""Most bytes that are taken of a connection before its first message."""
 MAX_TEXT = 60_000
 """Maximal length of a message or traceback of a rank; the rest is in its log."""
 BEAT_S = 1.0
@@ -95,8 +97,8 @@ class Exit(NodeMessage):
             None
             if found is None
             else Failure(
-                message=found.message[:MAX_TEXT],
-                trace=found.trace[-MAX_TEXT:],
+                message=_encodable(found.message)[:MAX_TEXT],
+                trace=_encodable(found.trace)[-MAX_TEXT:],
                 exit_code=found.exit_code,
                 lost_peer=found.lost_peer,
                 age_s=max(0.0, time.monotonic() - found.at_s),
@@ -224,6 +226,31 @@ class NodeLink:
         if self.silent_s > SILENT_S:
             self._lost = self._lost or f"no sign of life for {SILENT_S:g} s"
 
+    def receive_first(self) -> NodeMessage | None:
+        """Return the first message of a connection, once it has arrived. Whoever reaches the port can
+        connect: no more of what was sent is read or parsed.
+
+        Raises:
+            LinkLost: there is none in MAX_HELLO_BYTES, or it is no message.
+        """
+        try:
+            data = self.connection.recv(MAX_HELLO_BYTES - len(self._buffer))
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise LinkLost(_reason(error)) from None
+        self._buffer += data
+        line, end, rest = self._buffer.partition(b"\n")
+        if not end and data and len(self._buffer) < MAX_HELLO_BYTES:
+            return None
+        if not end:
+            raise LinkLost("it has sent no message" if data else "it has closed its connection")
+        self._buffer = rest
+        try:
+            return _PARSER.validate_json(line)
+        except ValidationError:
+            raise LinkLost("it has sent what is no message") from None
+
     def receive(self) -> list[NodeMessage]:
         """Return the messages that have arrived.
 
@@ -268,6 +295,11 @@ class NodeLink:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
         self.connection.close()
+
+
+def _encodable(text: str) -> str:
+    """Return a text without lone surrogates, such as those of a file name that is no UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _reason(error: OSError) -> str:

@@ -234,6 +234,19 @@ class SignalForwarder:
         self.is_recovering = False
         """Flag: the memory has steps that a kill of all ranks would lose."""
         self.has_forwarded = False
+        self._is_changing = False
+        """Flag: processes are killed and started."""
+
+    @contextlib.contextmanager
+    def changing(self, is_recovering: bool) -> Iterator[None]:
+        """Kill and start processes inside the block: a signal that arrives in a recovery waits until
+        all of them have a handler.
+        """
+        self.is_recovering, self._is_changing = is_recovering, True
+        try:
+            yield
+        finally:
+            self._is_changing = False
 
     @contextlib.contextmanager
     def installed(self, signals: set[signal.Signals]) -> Iterator[None]:
@@ -256,6 +269,8 @@ class SignalForwarder:
         self._num_ranks = num_ranks
         known = set(alive)
         self._pids &= known
+        # a program that cleans the temporary directory may have removed it
+        self._listening.mkdir(parents=True, exist_ok=True)
         for place in self._listening.iterdir():
             if int(place.name) not in known:
                 place.unlink(missing_ok=True)
@@ -269,9 +284,12 @@ class SignalForwarder:
 
     def forward_kept(self) -> None:
         """Forward a signal that arrived in a recovery, once all ranks have a handler again."""
-        if self._kept is not None and self.all_listen():
+        if self._kept is not None and self._can_forward():
             signum, self._kept = self._kept, None
             self._forward(signum)
+
+    def _can_forward(self) -> bool:
+        return self._num_ranks > 0 and not self._is_changing and self.all_listen()
 
     def _handle(self, signum: int, frame: object) -> None:
         """Forward the first signal to all ranks; raise Interrupted on SIGQUIT,
@@ -281,9 +299,9 @@ class SignalForwarder:
             raise Interrupted(signum)
         if self.has_forwarded or self._kept is not None:
             return
-        if self._num_ranks and self.all_listen():
+        if self._can_forward():
             self._forward(signum)
-        elif self._num_ranks and self.is_recovering:
+        elif self.is_recovering:
             self._kept = signum
         else:
             kill_children(self._others)

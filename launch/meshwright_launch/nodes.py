@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ EXIT_FILE = "MESHWRIGHT_EXIT_FILE"
 """Environment variable with a file for the exit code of the run: srun returns the highest code of
 all agents, lost ones too.
 """
+MAX_FILES = 65_536
+"""Open files that the first node's agent asks for, if the system allows as many."""
 WORK = "meshwright_launch.work"
 """Module that the fork server imports."""
 
@@ -96,6 +99,7 @@ def _coordinate(config: RunConfig, place: NodePlace) -> None:
     forking.warm_up(config, WORK)
     from meshwright_launch.work import check
 
+    _allow_files()
     checked, _ = check(config, place.num_ranks, place.ranks_per_node)
     if place.num_nodes == 1:
         check_number(checked)
@@ -110,6 +114,15 @@ def _coordinate(config: RunConfig, place: NodePlace) -> None:
             lambda text: tell(f"meshwright: {text}"),
             mirror.newest_step,
         )
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files: each node, each rank and each connection to the store has one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _describe(place: NodePlace) -> str:

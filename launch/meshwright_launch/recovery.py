@@ -26,7 +26,7 @@ from meshwright.mesh.rendezvous import DEFAULT_PORT
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.run.mirror import Mirror
 from meshwright.system.host import shut_connections
-from meshwright.system.numbers import MAX_INT64, MAX_PORT, environment_number
+from meshwright.system.numbers import MAX_INT64, MAX_PORT, MAX_RANKS, environment_number
 from meshwright.system.process import GiveUp, StopRequest, leave
 from meshwright_launch.failure import has_lost_peer
 from meshwright_launch.rank import GENERATION, MIRROR
@@ -65,8 +65,9 @@ class Rejoin:
         """Generation that this rank is to join."""
         self._request = StopRequest()
         self._has_handlers = False
-        self._rank = int(os.environ["RANK"])
-        self._poll_s = max(POLL_S, POLL_S_PER_RANK * int(os.environ["WORLD_SIZE"]))
+        self._rank = environment_number("RANK", 0, high=MAX_RANKS)
+        num_ranks = environment_number("WORLD_SIZE", 1, 1, MAX_RANKS)
+        self._poll_s = max(POLL_S, POLL_S_PER_RANK * num_ranks)
         self._notes = note_store(_connect())
         self.report("left")  # a process that replaces another has nothing to leave
 
@@ -142,7 +143,7 @@ class Rejoin:
             limit_s = HANG_S if isinstance(error, HangEcho) else 0.0
             if isinstance(error, HangError) and error.stuck:
                 limit_s = HANG_S
-                message = str(error)[:MAX_MESSAGE]
+                message = str(error).encode("utf-8", "replace").decode()[:MAX_MESSAGE]
                 verdict = HangVerdict(ranks=error.stuck, message=message, for_s=error.for_s)
                 self._notes.set(f"hang/{generation}", verdict.model_dump_json())
             if self._wait_for_generation(generation, limit_s) == generation:

@@ -12,6 +12,7 @@ from meshwright_launch.failure import FailureRecord
 from meshwright_launch.node_link import (
     BEAT_S,
     KEEPALIVE_S,
+    MAX_HELLO_BYTES,
     MAX_LINE_BYTES,
     MAX_TEXT,
     SILENT_S,
@@ -19,6 +20,7 @@ from meshwright_launch.node_link import (
     End,
     Exit,
     Failure,
+    Hello,
     LinkLost,
     NodeLink,
     NodeMessage,
@@ -121,6 +123,47 @@ def test_what_is_no_message_ends_the_link(
             time.sleep(0.02)
             assert not received_now(link)
         received(link)
+
+
+@pytest.mark.parametrize("sent", [b"x" * (1 << 16), b"hello\n", b"\n" * 5000], ids=range(3))
+def test_a_stranger_is_read_up_to_its_first_message(
+    sent: bytes, pair: tuple[socket.socket, NodeLink]
+) -> None:
+    """Whoever reaches the port can connect, and may send much."""
+    plain, link = pair
+    plain.sendall(sent)
+    time.sleep(0.05)
+    with pytest.raises(LinkLost, match=r"it has sent (no message|what is no message)"):
+        link.receive_first()
+    if len(sent) > MAX_HELLO_BYTES:
+        assert len(link.connection.recv(1 << 17)) == len(sent) - MAX_HELLO_BYTES
+
+
+def test_what_follows_a_hello_is_kept(pair: tuple[socket.socket, NodeLink]) -> None:
+    """Also when the hello comes in pieces."""
+    plain, link = pair
+    hello = Hello(node=1, name="\x00" * 255, run="r" * 64)
+    text = hello.model_dump_json().encode() + b"\n" + Beat().model_dump_json().encode()
+    assert link.receive_first() is None
+    plain.sendall(text[:20])
+    time.sleep(0.02)
+    assert link.receive_first() is None
+    plain.sendall(text[20:])
+    time.sleep(0.02)
+    assert link.receive_first() == hello
+    plain.sendall(b"\n")
+    assert received(link) == [Beat()]
+    plain.close()
+    with pytest.raises(LinkLost, match="closed its connection"):
+        received(link)
+
+
+def test_a_failure_may_name_a_file_that_is_no_utf8() -> None:
+    """Lone surrogates, which no JSON has."""
+    record = FailureRecord(3, time.monotonic(), "no file a\udcff", "\ud800", 1, False)
+    sent = Exit.pack(RankExit(3, 2, 1, record))
+    assert sent.failure is not None and sent.failure.message == "no file a?"
+    assert Exit.model_validate_json(sent.model_dump_json()) == sent
 
 
 def received_now(link: NodeLink) -> list[NodeMessage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,77 @@ def test_spares_need_agents(
     assert "--ntasks-per-node=1\n" in script and "--no-kill --kill-on-bad-exit=0 --wait=0" in script
     assert "MESHWRIGHT_SPARES=$((SLURM_JOB_NUM_NODES - 2))" in script
     assert main([*words[:-1], "--force"]) == 0 and "no-kill" not in capsys.readouterr().out
+
+
+COMMANDS = {
+    "srun": """#!/bin/bash
+while [ "$1" != bash ]; do shift; done
+SLURM_NODEID=0 bash -c "$3" _ bash -c "$FIRST" &
+SLURM_NODEID=1 bash -c "$3" _ bash -c "$SECOND" &
+wait %1; CODE=$?
+wait %2 && exit "$CODE"
+""",
+    "scontrol": """#!/bin/sh
+[ "$1" = requeue ] && echo "$SLURM_NODEID" >> requeued
+[ "$1" = show ] && echo "$UP" | tr ' ' '\\n'
+""",
+    "squeue": "#!/bin/sh\necho nodes\n",
+    "sleep": '#!/bin/sh\nexec /bin/sleep "0.$1"\n',
+}
+"""Commands that the job script calls. The last exit code is srun's; a second's sleep lasts a tenth."""
+LOST = "exit 94"
+ENDS = 'echo {} > "$MESHWRIGHT_EXIT_FILE"; exit {}'
+
+
+def run_job(place: Path, first: str, second: str, up: str, *words: str) -> int:
+    """Run the job's script, with two agents that end in these ways; return its exit code."""
+    demo = str(Path(__file__).parents[2] / "configs" / "demo.toml")
+    words = ("--nodes=2", "--devices-per-node=4", "--spares=1", *words)
+    assert main(["slurm", demo, *words, "--watch.mirror=true", "--launch.max_restarts=3"]) == 0
+    (place / "bin").mkdir(exist_ok=True)
+    for name, text in COMMANDS.items():
+        (place / "bin" / name).write_text(text)
+        (place / "bin" / name).chmod(0o755)
+    environment = {
+        "PATH": f"{place / 'bin'}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURMD_NODENAME": "n0",
+        "FIRST": first,
+        "SECOND": second,
+        "UP": up,
+    }
+    command = ["/bin/bash", "runs/demo/slurm/job.sbatch"]
+    return subprocess.run(command, env=environment, capture_output=True, timeout=20).returncode
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        ("kill -9 $$", LOST, 137),
+        ("exit 1", LOST, 1),
+        (f"/bin/sleep 1; {ENDS.format(0, 0)}", LOST, 0),
+        (f"/bin/sleep 1; {ENDS.format(0, 0)}", "kill -9 $$", 0),
+        (ENDS.format(85, 85), "exit 85", 85),
+    ],
+    ids=["first killed", "first failed", "cut off", "second killed", "on request"],
+)
+def test_a_job_ends_whichever_agent_does(
+    first: str, second: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for its time limit beside a healthy first node."""
+    monkeypatch.chdir(tmp_path)
+    assert run_job(tmp_path, first, second, "n0 n1", "--no-requeue") == code
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_a_job_without_its_first_node_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another node, once; such failures count like others."""
+    monkeypatch.chdir(tmp_path)
+    for start in range(1, 5):
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        run_job(tmp_path, f"/bin/sleep 0.4; {ENDS.format(0, 0)}", LOST, "n1")
+        assert (tmp_path / "requeued").read_text().split() == ["1"], start
+    assert run_job(tmp_path, ENDS.format(0, 0), "exit 0", "n0 n1") == 93
