@@ -64,6 +64,7 @@ def test_a_spare_node_takes_over(
     same_as_alone(config, tmp_path / "same", pool)
 
 
+@pytest.mark.long
 def test_all_nodes_end_with_the_first(corpus: Path, tmp_path: Path, shell: Shell) -> None:
     """No process is left behind, of spare nodes too: `shell` checks that."""
     config = mirrored(corpus, tmp_path / "runs", "dp2", train={"steps": 100_000})
