@@ -255,7 +255,7 @@ def test_kills_at_random_moments(
 ) -> None:
     """Ranks and whole nodes are killed, some of them during a recovery."""
     draw = random.Random(f"{request.config.getoption('--seed')} {text} nodes")
-    sections = {**sections, "train": {"steps": 25, **sections.get("train", {})}}
+    sections = {**sections, "train": {"steps": 60, **sections.get("train", {})}}
     if sections.get("model") == "mixture":
         from tests.end_to_end.driving import MODELS
 
@@ -275,6 +275,6 @@ def test_kills_at_random_moments(
         seen = num_lines(metrics(config)) + draw.choice([0, 1, 3])
     codes = agents.wait()
     assert codes[0] == 0 and codes.count(-9) == 2, agents.said()
-    assert len(lines(config)) == 25
+    assert len(lines(config)) == 60
     same_as_alone(config, tmp_path / "same", pool)
     assert recoveries(config), "nothing was killed"
