@@ -39,7 +39,7 @@ import torch.distributed.checkpoint as dcp
 from report import environment, spread
 from rich.console import Console
 from rich.table import Table
-from task import BUILDER, Samples, adamw, run_config
+from task import BUILDER, Samples, adamw, model_options, run_config
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -281,15 +281,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="folder to write to (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    options: dict[str, object] = {
+    sizes = {
         "vocab_size": 8192,
         "hidden_size": arguments.hidden,
         "num_layers": arguments.layers,
-        "num_heads": 8,
-        "max_sequence_length": 256,
-        "dropout": 0.0,
-        "tied": True,
     }
+    options = model_options(tied=True) | sizes
     console = Console(width=140)
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as folder,

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from report import environment, spread
-from task import Samples, run_config
+from task import Samples, model_options, run_config
 
 from meshwright.build import build
 from meshwright.mesh import Grid
@@ -106,15 +106,12 @@ def main() -> int:
     sys.path.append(str(Path(__file__).parents[1]))
     from tests.support.object_store import object_store
 
-    options: dict[str, object] = {
+    sizes = {
         "vocab_size": 8192,
         "hidden_size": arguments.hidden,
         "num_layers": arguments.layers,
-        "num_heads": 8,
-        "max_sequence_length": 256,
-        "dropout": 0.0,
-        "tied": True,
     }
+    options = model_options(tied=True) | sizes
     with (
         tempfile.TemporaryDirectory() as folder,
         object_store() as server,

@@ -4,7 +4,7 @@
 
 For each recipe `meshwright plan` searches the layout, and `meshwright dryrun` runs it on fake tensors.
 A peer is a row of published_runs.csv: the same model, in another framework, on other numbers of devices
-or in another precision. docs/recipes.md has the table.
+or in another precision.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def peer_of(name: str) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> str:
-    """Return a row of the table in docs/recipes.md."""
+    """Return a row of the table, in Markdown."""
     peers = "; ".join(
         f"{peer['tokens_per_s_per_device']:,}: {peer['devices']}, {peer['layout']}, {peer['precision']}"
         for peer in row["peers"]

@@ -19,6 +19,10 @@ Sample = tuple[Tensor, Tensor]
 """Tokens and next tokens, both (S,)."""
 
 
+NORMS = ("input_layernorm", "post_attention_layernorm")
+"""Norms of a layer of Hugging Face's Llama."""
+
+
 class Task(NamedTuple):
     """Sizes and hyperparameters."""
 
@@ -165,9 +169,6 @@ def first_weights(task: Task, seed: int) -> dict[str, Tensor]:
     for name in [*norms, "model.norm.weight"]:
         weights[name] = torch.ones(task.hidden_size)
     return weights
-
-
-NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def hugging_face_config(task: Task) -> dict[str, Any]:

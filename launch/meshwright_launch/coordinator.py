@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig
 from meshwright.errors import DriftError, HangError, MissingRanksError
-from meshwright.run.directory import run_directory
+from meshwright.run.directory import RECOVERIES, run_directory
 from meshwright.system.atomic import append_synced
 from meshwright.system.host import NODE
 from meshwright.terminal.output import abridge, tell
@@ -60,8 +60,6 @@ from meshwright_launch.node_ranks import SHUTDOWN_S, UNKNOWN_EXIT, server_gone
 from meshwright_launch.recovery_notes import PHASES, CoordinatorNotes
 from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
 
-RECOVERIES = "recoveries.jsonl"
-"""File of a run's directory with a line for each recovery."""
 TOGETHER_S = 0.05
 """Seconds in which ranks that die are taken to die together: one recovery replaces all of them."""
 RECOVERY_POLL_S = 0.05
