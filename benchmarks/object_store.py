@@ -2,7 +2,7 @@
 
     python benchmarks/object_store.py [--repeats 3] [--hidden 768] [--layers 2] [--out FILE]
 
-The store is a local S3 server (moto), a Python process on the same cores: its own work is most of what is
+The store is a local S3 server (moto), a Python process on the same cores: its own work is in what is
 measured, and a bucket of a cloud has other times. Ratios of seconds, store / directory:
 
     save     until the checkpoint is published
