@@ -18,6 +18,7 @@ from meshwright.config.derived import resolve as resolve
 from meshwright.config.derived import shard_factor as shard_factor
 from meshwright.config.layout_rules import MAX_FORWARDS as MAX_FORWARDS
 from meshwright.config.loading import load as load
+from meshwright.config.loading import load_keys as load_keys
 from meshwright.config.loading import load_saved as load_saved
 from meshwright.config.loading import load_with_origins as load_with_origins
 from meshwright.config.saved import dump as dump
@@ -36,6 +37,7 @@ from meshwright.config.sections import Pipeline as Pipeline
 from meshwright.config.sections import Run as Run
 from meshwright.config.sections import Section as Section
 from meshwright.config.sources import given_keys as given_keys
+from meshwright.config.sources import split_overrides as split_overrides
 from meshwright.config.training import Checkpoint as Checkpoint
 from meshwright.config.training import Launch as Launch
 from meshwright.config.training import LossScaling as LossScaling

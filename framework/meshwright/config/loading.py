@@ -214,6 +214,16 @@ def load_with_origins(
     return loaded.config, {key: given.place for key, given in loaded.given.items()}
 
 
+def load_keys(overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration of a command line alone, each key checked by itself.
+
+    Raises:
+        ConfigError: Every problem of a key. Rules between keys do not apply.
+    """
+    words = read_overrides(overrides)
+    return run_checks(Loading(words.given, "command line", list(words.problems)), KEY_CHECKS)
+
+
 def load_saved(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -> RunConfig:
     """Load a configuration that was saved as JSON, with command-line overrides on top.
     Every check for a file applies.

@@ -12,7 +12,7 @@ password or token: :mod:`meshwright.system.secret_text`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path as File
@@ -186,6 +186,20 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
             yield word[2:], rest.pop(0)
         else:
             yield word[2:], None
+
+
+def split_overrides(words: Sequence[str], keys: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line for some keys, each ``section.key``, and all other words."""
+    of_keys: list[str] = []
+    others: list[str] = []
+    for word in _overrides(words):
+        if isinstance(word, str):
+            others.append(word)
+            continue
+        name, text = word
+        written = f"--{name}" if text is None else f"--{name}={text}"
+        (of_keys if name in keys else others).append(written)
+    return of_keys, others
 
 
 def given_keys(overrides: Sequence[str]) -> dict[Path, Any]:

@@ -226,6 +226,23 @@ def test_pinned_degrees_are_those_of_the_plan(folder: Path) -> None:
     assert odd.err.endswith("leave out --tp 3\n")
 
 
+@pytest.mark.parametrize("options", ["--pp 2", "--pipeline.schedule=gpipe", "--parallel.dp=2"])
+def test_a_key_of_the_layout_is_held(options: str, folder: Path) -> None:
+    """The plan that is written has it."""
+    words = ["plan", str(folder / "small.toml"), "--cluster", str(folder / "cores.toml")]
+    words += ["--nodes", "1", "--out", str(folder / "held")]
+    found = told(*words, *options.split())
+    shown = options.replace("parallel.dp=", "dp ")
+    assert found.code == 0 and f" legal layouts with {shown}, " in found.out, found
+    written = load(folder / "held" / "plan.toml")
+    pipeline, parallel = written.pipeline, written.parallel
+    assert options in (
+        f"--pipeline.schedule={pipeline.schedule}",
+        f"--pp {parallel.pp}",
+        f"--parallel.dp={parallel.dp}",
+    )
+
+
 IMPOSSIBLE = {
     "zero nodes": ("--nodes 0", "0 is not a whole number from 1 to 1,048,576", ["--nodes 1"]),
     "nodes in words": (
@@ -303,10 +320,13 @@ IMPOSSIBLE = {
         [],
     ),
     "a key that is searched": (
-        "--parallel.pp=2 --batch.chunks=1",
-        "batch.chunks, parallel.pp: a plan gives each",
+        "--parallel.reduce=step --launch.processes=2",
+        "launch.processes, parallel.reduce: a plan gives each",
         [],
     ),
+    "a degree twice": ("--pp 2 --parallel.pp=1", "are of one degree: leave one out", []),
+    "a held word": ("--pipeline.schedule=1f1", '"1f1" is not allowed', []),
+    "held layers": ("--parallel.keep_gathered=[]", "takes true or false for all layers", []),
     "samples twice": (
         "--batch.global_batch=2 --global-batch 8",
         "set the same number: leave one out",

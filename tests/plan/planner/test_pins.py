@@ -1,4 +1,4 @@
-"""Degrees that a user pins are those of every layout of a search."""
+"""Fields of a layout that a user holds are those of every layout of a search."""
 
 from __future__ import annotations
 
@@ -6,14 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright_plan.planner.choice import Choice
+from meshwright_plan.planner.choice import Choice, Pins
 from meshwright_plan.planner.choices import choices
 from meshwright_plan.planner.search import search
 from tests.plan.planner.small import cache, hardware
 
 
-@pytest.mark.parametrize("pins", [{"tp": 2}, {"pp": 1}, {"dp": 4}, {"pp": 2, "tp": 2}], ids=str)
-def test_every_layout_has_the_pinned_degrees(pins: dict[str, int]) -> None:
+def offered(pins: Pins) -> set[Choice]:
+    """Return the layouts of a search with these pins."""
+    every = choices(replace(cache(), pins=pins), hardware(), 1, offload=pins.get("offload") is True)
+    return {each for each in every if isinstance(each, Choice)}
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"tp": 2},
+        {"pp": 1},
+        {"dp": 4},
+        {"pp": 2, "tp": 2},
+        {"recompute": "full"},
+        {"micro_batch_size": 2},
+        {"chunks": 2},
+        {"schedule": "zb_v"},
+    ],
+    ids=str,
+)
+def test_every_layout_has_the_pinned_values(pins: Pins) -> None:
     free = {each for each in choices(cache(), hardware(), 1) if isinstance(each, Choice)}
     pinned = {
         each
@@ -24,6 +43,32 @@ def test_every_layout_has_the_pinned_degrees(pins: dict[str, int]) -> None:
         each for each in free if all(getattr(each, axis) == n for axis, n in pins.items())
     }
     assert pinned and pinned != free
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"sequence": False, "tp": 2},
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved_1f1b", "interleave": 2},
+        {"unit_layers": 2, "zero": 3},
+        {"offload": True},
+    ],
+    ids=str,
+)
+def test_values_that_the_search_does_not_try_by_itself(pins: Pins) -> None:
+    held = offered(pins)
+    assert held and all(
+        getattr(each, name) == value for each in held for name, value in pins.items()
+    )
+    assert not held & offered({}) or "interleave" in pins
+
+
+def test_replicas_alone_have_a_pinned_stage() -> None:
+    held = offered({"zero": 0})
+    assert {each.zero for each in held} == {0}
+    assert {each.num_replicas for each in held} == {each.num_replicas for each in offered({})}
+    assert {each.num_replicas for each in offered({"zero": 3})} >= {1, 4}
 
 
 def test_a_search_ranks_the_layouts_with_pinned_degrees() -> None:

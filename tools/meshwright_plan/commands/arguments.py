@@ -84,8 +84,8 @@ def plan(added: Added) -> None:
         "search for the fastest layout of a model on a cluster",
         "Searches all layouts (degrees, schedule, micro-batch size, ZeRO stage, recompute), rejects"
         " those that break a rule or exceed the memory, ranks the others by predicted step time and"
-        " explains the first. Needs no GPU. --out writes plan.toml, for `meshwright train`, and"
-        " plan.html, a page with pictures.",
+        " explains the first. A key of the layout, such as --parallel.zero=3, holds its value. Needs no"
+        " GPU. --out writes plan.toml, for `meshwright train`, and plan.html, a page with pictures.",
         "meshwright plan configs/llama3-70b.toml --cluster h100 --nodes 64 --out runs/plan\n "
         " meshwright plan configs/llama3-8b.toml --cluster h100 --nodes 4 --why tp=8,pp=1\n "
         " meshwright plan configs/llama3-8b.toml --cluster h100 --nodes 4 --sweep-nodes 2,4,8",

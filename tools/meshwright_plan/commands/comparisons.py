@@ -9,7 +9,7 @@ from meshwright.config import RunConfig, load, resolve
 from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError, UserError
 from meshwright.system.numbers import whole_number
-from meshwright_plan.planner.choice import EFFORTS
+from meshwright_plan.planner.choice import EFFORTS, Pins
 from meshwright_plan.planner.choices import SCHEDULES
 from meshwright_plan.planner.comparison import own_layout, why_not
 from meshwright_plan.planner.model_cache import ModelCache
@@ -30,16 +30,17 @@ NUMBERS = (
     "shard_factor",
     "unit_layers",
 )
+FLAGS = ("sequence", "offload")
 WORDS = {"schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)), "recompute": EFFORTS}
 
 
-def read_wanted(text: str) -> dict[str, int | str]:
-    """Read the fields of a layout, such as ``tp=8,schedule=1f1b``.
+def read_wanted(text: str) -> dict[str, int | str | bool]:
+    """Read the fields of a layout, such as ``tp=8,schedule=1f1b`` or ``sequence=false``.
 
     Raises:
         ConfigError: an unknown field, or a value that no layout of a search has.
     """
-    wanted: dict[str, int | str] = {}
+    wanted: dict[str, int | str | bool] = {}
     for part in text.replace(",", " ").split():
         name, _, value = part.partition("=")
         number = whole_number(value)
@@ -47,10 +48,13 @@ def read_wanted(text: str) -> dict[str, int | str]:
             wanted[name] = number
         elif value in WORDS.get(name, ()):
             wanted[name] = value
+        elif name in FLAGS and value in ("true", "false"):
+            wanted[name] = value == "true"
         else:
             known = [
                 *(f"{each}=N" for each in NUMBERS),
                 *(f"{each}={'|'.join(of)}" for each, of in WORDS.items()),
+                *(f"{each}=true|false" for each in FLAGS),
             ]
             raise ConfigError(
                 "MW-LAUNCH-079",
@@ -66,7 +70,7 @@ def read_wanted(text: str) -> dict[str, int | str]:
 def answers(
     config: str,
     overrides: Sequence[str],
-    wanted: dict[str, int | str],
+    wanted: Pins,
     cache: ModelCache,
     plan: Plan,
 ) -> list[str]:

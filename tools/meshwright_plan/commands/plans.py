@@ -17,6 +17,7 @@ from meshwright.system.atomic import write_out
 from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put, tell
 from meshwright_plan.commands.comparisons import answers, read_wanted
+from meshwright_plan.commands.pins import AXES, HeldKeys, as_options, take_held
 from meshwright_plan.commands.sweeps import run_sweep
 from meshwright_plan.picture.library import require_matplotlib
 from meshwright_plan.planner.alignment import alignment_warnings
@@ -30,23 +31,18 @@ from meshwright_plan.planner.requirements import has_batch_norm, has_synchronise
 from meshwright_plan.planner.search import BEST
 from meshwright_plan.planner.text import chosen_config, describe
 
-AXES = ("pp", "dp", "cp", "tp", "ep")
 MAX_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
 """Overrides that clear a configuration's own batch,
 so that it cannot contradict another number of samples.
 """
 SEARCHED = {
-    *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard_factor")),
-    *(f"parallel.{key}" for key in ("sequence", "reduce", "offload", "cp_exchange", "cp_order")),
-    *(f"parallel.{key}" for key in ("unit_layers", "keep_gathered")),
-    *(
-        f"pipeline.{key}"
-        for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")
-    ),
-    *("parallel.tp_across_nodes", "batch.micro_batch_size", "batch.chunks", "launch.processes"),
+    "parallel.reduce",
+    "parallel.tp_across_nodes",
+    "pipeline.schedule_file",
+    "launch.processes",
 }
-"""Keys that a search sets for each layout."""
+"""Keys that a search sets for each layout, and cannot hold."""
 
 
 def plan(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -67,32 +63,23 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     _check_devices("--nodes", nodes, hardware)
     for each in options.sweep_nodes or ():
         _check_devices("--sweep-nodes", each, hardware)
-    given = {".".join(key): value for key, value in given_keys(overrides).items()}
-    _check_overrides(given, hardware, options.global_batch)
-    config = _on_device_of(
-        hardware, _load_config(options.config, overrides, given, options.global_batch)
-    )
-    config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
-    pins = {axis: degree for axis in AXES if (degree := getattr(options, axis)) is not None}
-    if pins.get("ep", 1) > 1 and hardware.devices_per_node % pins["ep"]:
-        config = config.replace(parallel={"ep_across_nodes": True})
-    cache = ModelCache(
-        config, execution_options(config.train, hardware), pins=pins, skew=options.skew
-    )
-    if has_synchronised(cache.model):
-        cache = cache.replaced(pins=pins | _own_samples_together(options.config, given))
-    elif has_batch_norm(cache.model):
-        cache = cache.replaced(pins=pins | _own_micro_batch(options.config, given))
+    held = take_held(overrides, {axis: getattr(options, axis) for axis in AXES})
+    cache = _model_cache(options, overrides, held, hardware)
     check_skew(cache)
-    warned = warn_of_alignment(cache, hardware, config)
+    warned = warn_of_alignment(cache, hardware, cache.config)
     if options.sweep_nodes or options.sweep_batch:
         return run_sweep(options, cache, hardware)
     found = search_with_offload(cache, hardware, nodes, options.best or BEST, settles=True)
     if not found.best:
-        raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
+        raise ConfigError(
+            "MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found, as_options(held))
+        )
     put(
         "\n".join(
-            [describe(cache, found), *answers(options.config, overrides, wanted, cache, found)]
+            [
+                describe(cache, found, as_options(held)),
+                *answers(options.config, overrides, wanted, cache, found),
+            ]
         )
     )
     warn_of_alignment(cache, hardware, found.best[0].config, warned)
@@ -105,10 +92,41 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
             " rank.\n\n"
         )
         html = page(cache, found)
-        write_out(out / "plan.toml", header + to_toml(chosen_config(found, config.run.name)))
+        write_out(out / "plan.toml", header + to_toml(chosen_config(found, cache.config.run.name)))
         write_out(out / "plan.html", html)
         put(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
     return 0
+
+
+def _model_cache(
+    options: argparse.Namespace, overrides: Sequence[str], held: HeldKeys, hardware: Hardware
+) -> ModelCache:
+    """Return the model and what a search holds.
+
+    Raises:
+        ConfigError: an override without effect, or an invalid configuration.
+    """
+    pins = held.pins
+    given = {".".join(key): value for key, value in given_keys(held.others).items()}
+    _check_overrides(given, hardware, options.global_batch)
+    config = _on_device_of(
+        hardware, _load_config(options.config, held.others, given, options.global_batch)
+    )
+    size = options.nodes * hardware.devices_per_node
+    config = remove_layout(config, size, options.global_batch)
+    config = config.replace(pipeline={"recompute_layers": held.recompute_layers})
+    ep = pins.get("ep", 1)
+    if isinstance(ep, int) and ep > 1 and hardware.devices_per_node % ep:
+        config = config.replace(parallel={"ep_across_nodes": True})
+    cache = ModelCache(
+        config, execution_options(config.train, hardware), pins=pins, skew=options.skew
+    )
+    every = {".".join(key): value for key, value in given_keys(overrides).items()}
+    if has_synchronised(cache.model):
+        return cache.replaced(pins=pins | _own_samples_together(options.config, every))
+    if has_batch_norm(cache.model):
+        return cache.replaced(pins=pins | _own_micro_batch(options.config, every))
+    return cache
 
 
 def _check_devices(option: str, nodes: int, hardware: Hardware) -> None:
@@ -304,13 +322,15 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     )
 
 
-def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
+def _nothing_fits(
+    cache: ModelCache, hardware: Hardware, nodes: int, found: Plan, options: Sequence[str]
+) -> str:
     """Return the text of the error: the layout closest to fitting,
-    and options with which some layout fits.
+    and options with which some layout fits. ``options``: what the user holds.
     """
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
-    pins = " and ".join(f"--{axis} {degree}" for axis, degree in cache.pins.items() if axis in AXES)
-    where += f" with {pins}" if pins else ""
+    held = " and ".join(options)
+    where += f" with {held}" if held else ""
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
         samples = f"{cache.config.batch.global_batch:,} samples a step"
@@ -329,6 +349,6 @@ def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan
         )
     if works := nearest(cache, hardware, nodes, found):
         return f"{problem}\nwhat works: {', or '.join(works)}"
-    if pins:
-        return f"{problem}\nleave out {pins}"
+    if held:
+        return f"{problem}\nleave out {held}"
     return problem if found.closest is None else f"{problem}\ntake a smaller model"

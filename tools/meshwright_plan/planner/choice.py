@@ -15,6 +15,8 @@ EFFORTS = ("none", "pointwise", "selective", "half", "full")
 EVERY_SECOND = "*[02468]"
 """Pattern of every second layer's name, by its last digit."""
 
+Pins: TypeAlias = Mapping[str, int | str | bool]
+"""Fields of a layout that a search holds, with their values; it varies the others."""
 Degrees: TypeAlias = tuple[int, int, int, int, int]
 """Degrees of pp, dp, cp, tp and ep."""
 Shape: TypeAlias = tuple[Degrees, str, int, int, str]
@@ -101,9 +103,12 @@ class Choice(NamedTuple):
         units = [f"unit{self.unit_layers}"] if self.unit_layers > 1 else []
         return [*units, *(["kept"] if self.keeps_gathered else [])]
 
-    def has(self, pins: Mapping[str, int | str]) -> bool:
-        """Return True if the layout has the pinned values, field -> value."""
-        return all(getattr(self, name) == value for name, value in pins.items())
+    def has(self, pins: Pins) -> bool:
+        """Return True if the layout has the pinned values. A single replica shards nothing: it
+        suits any ZeRO stage.
+        """
+        free = ("zero", "shard_factor") if self.num_replicas == 1 else ()
+        return all(name in free or getattr(self, name) == value for name, value in pins.items())
 
     def __str__(self) -> str:
         pipeline = f", {self.schedule}" if self.pp > 1 else ""

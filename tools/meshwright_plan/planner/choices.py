@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from meshwright.config import batch_numbers, phases
+from meshwright.config import Pipeline, batch_numbers, phases
 from meshwright.errors import UserError
 from meshwright.placement.patterns import matching
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright_plan.planner import experts
-from meshwright_plan.planner.choice import EVERY_SECOND, Choice, Rejection, with_choice
+from meshwright_plan.planner.choice import EVERY_SECOND, Choice, Pins, Rejection, with_choice
 from meshwright_plan.planner.context import degrees_to_try
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.model_cache import ModelCache
@@ -61,6 +61,10 @@ def choices(
     size = nodes * per_node
     pinned_cp = pins.get("cp")
     only_cp = pinned_cp if isinstance(pinned_cp, int) else None
+    if (recompute := pins.get("recompute", "none")) not in (offered := _recomputes(cache)):
+        rule = f"recompute {recompute} does not suit this model and train.compile"
+        yield Rejection(f"{rule}: {', '.join(offered)} do", f"recompute {recompute}", 1)
+        return
     for tp in divisors(size):
         if tp != pins.get("tp", tp):
             continue
@@ -75,7 +79,7 @@ def choices(
                 yield Rejection(refusal, f"tp {tp}" if cp == 1 else f"cp {cp} x tp {tp}", 1)
                 continue
             stages_and_replicas = size // tp // cp
-            contexts = cache.context.contexts(cp, tp)
+            contexts = cache.context.contexts(cp, tp, pins.get("order"))
             for pp, context in itertools.product(divisors(stages_and_replicas), contexts):
                 layout = partial(
                     Choice,
@@ -123,12 +127,56 @@ def _of_grid(
 
 
 def _recomputes(cache: ModelCache) -> list[str]:
-    """Return the kinds of recompute that suit the model."""
+    """Return the kinds of recompute that suit the model. "half" is of all layers alone."""
     parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
     if cache.config.train.compile is True:
         parts = []
     has_seconds = bool(matching([EVERY_SECOND], cache.names))
-    return ["none", *parts, *(["half"] if has_seconds else []), "full"]
+    has_half = has_seconds and cache.config.pipeline.recompute_layers == ["*"]
+    return ["none", *parts, *(["half"] if has_half else []), "full"]
+
+
+def _schedules(cache: ModelCache) -> Sequence[tuple[str, int]]:
+    """Return (schedule, stages per rank) to try with several stages: those of the pins, too."""
+    name, interleave = (cache.pins.get(each) for each in ("schedule", "interleave"))
+    if not isinstance(name, str):
+        return SCHEDULES
+    if isinstance(interleave, int):
+        return [(name, interleave)]
+    known = [each for each in SCHEDULES if each[0] == name]
+    return known or [(name, Pipeline(schedule=name).stages_per_rank)]
+
+
+def _zero_stages(pins: Pins) -> Sequence[int]:
+    """Return the ZeRO stages to try with several replicas."""
+    zero = pins.get("zero")
+    return (zero,) if isinstance(zero, int) else (1, 2, 3)
+
+
+def _shard_factors(pins: Pins, zero: int, replicas: int, in_node: int) -> list[int]:
+    """Return the numbers of replicas that share a sharded state."""
+    pinned = pins.get("shard_factor")
+    if not zero:
+        return [1]
+    if isinstance(pinned, int):
+        return [pinned] if replicas % pinned == 0 else []
+    return [replicas, *([in_node] if 1 < in_node < replicas and replicas % in_node == 0 else [])]
+
+
+def _gathers(pins: Pins, zero: int) -> Sequence[tuple[int, bool]]:
+    """Return what :data:`GATHERS` has, for a ZeRO stage."""
+    if zero < 3:
+        return GATHERS[:1]
+    units = pins.get("unit_layers")
+    if not isinstance(units, int):
+        return GATHERS
+    return [(units, False), (units, True)]
+
+
+def _sequences(pins: Pins) -> Sequence[bool]:
+    """Return whether to try sequence parallelism, the better first."""
+    pinned = pins.get("sequence")
+    return (True, False) if pinned is None else (bool(pinned),)
 
 
 def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
@@ -136,7 +184,7 @@ def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
     reason why these degrees are impossible or "").
     """
     refusal = ""
-    for sequence in (True, False) if tp > 1 else (False,):
+    for sequence in _sequences(cache.pins) if tp > 1 else (False,):
         try:
             alone = {"tp": tp, "cp": cp, "sequence": sequence}
             check_requirements(cache, cache.config.replace(parallel=alone))
@@ -197,7 +245,7 @@ def _with_experts(
     yield from (each for each in alone if isinstance(each, Rejection))
 
 
-def _micro_batch_sizes(pins: Mapping[str, int | str], dp: int) -> Sequence[int]:
+def _micro_batch_sizes(pins: Pins, dp: int) -> Sequence[int]:
     """Return the micro-batch sizes to try: one where a number of samples is part of the model."""
     if "samples_together" in pins:
         return (int(pins["samples_together"]) // dp,)
@@ -216,6 +264,7 @@ def _of_degrees(
     """
     pp, dp, cp = (layout.keywords[axis] for axis in ("pp", "dp", "cp"))
     replicas, num_layers, recomputes = dp * cp, len(cache.names), _recomputes(cache)
+    schedules = _schedules(cache)
     together = int(cache.pins.get("samples_together", 0))
     if together % dp:
         rule = f"dp does not divide the {together} samples whose statistics nn.SyncBatchNorm takes"
@@ -229,18 +278,16 @@ def _of_degrees(
             rule = f"{chunks} micro-batches in a step (the search stops at {MAX_CHUNKS})"
             yield Rejection(rule, f"dp {dp}", 1)
             continue
-        for schedule, interleave in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+        for schedule, interleave in schedules if pp > 1 else SCHEDULES[:1]:
             if pp * interleave > num_layers:
                 rule = f"{pp} x {interleave} stages, but {num_layers} layers"
                 yield Rejection(rule, f"pp {pp}, {schedule}", 1)
                 continue
-            for zero in (1, 2, 3) if replicas > 1 else (0,):
+            for zero in _zero_stages(cache.pins) if replicas > 1 else (0,):
                 if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
                     continue  # each micro-batch would gather the weights of each stage
-                factors = [replicas] if zero else [1]
-                if zero and 1 < in_node < replicas and replicas % in_node == 0:
-                    factors.append(in_node)
-                gathers = GATHERS if zero == 3 else GATHERS[:1]
+                factors = _shard_factors(cache.pins, zero, replicas, in_node)
+                gathers = _gathers(cache.pins, zero)
                 for factor, of_units, recompute in itertools.product(factors, gathers, recomputes):
                     unit_layers, keeps_gathered = of_units
                     if schedule == experts.PAIRED and unit_layers > 1:

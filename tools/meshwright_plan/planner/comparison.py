@@ -7,7 +7,7 @@ from __future__ import annotations
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.terminal.format import format_size, format_table
-from meshwright_plan.planner.choice import choice_of
+from meshwright_plan.planner.choice import Pins, choice_of
 from meshwright_plan.planner.estimates import lowered_schedule
 from meshwright_plan.planner.explanation import duration, parts, signed_duration
 from meshwright_plan.planner.model_cache import ModelCache
@@ -55,11 +55,14 @@ def verdict(first: RankedLayout, other: RankedLayout) -> str:
     )
 
 
-def why_not(cache: ModelCache, plan: Plan, wanted: dict[str, int | str]) -> list[str]:
+def why_not(cache: ModelCache, plan: Plan, wanted: Pins) -> list[str]:
     """Compare the best layout that has the ``wanted`` fields with the plan's first; without one,
     list broken rules.
     """
-    asked = " ".join(f"{name}={value}" for name, value in wanted.items())
+    asked = " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in wanted.items()
+    )
     found = search_with_offload(
         cache.replaced(pins={**cache.pins, **wanted}), plan.hardware, plan.nodes, 1
     )

@@ -231,8 +231,8 @@ class ContextModel:
         """Shares of attention's FLOPs, by the documents of the training corpus."""
         return KeyShares(self.config)
 
-    def contexts(self, cp: int, tp: int) -> list[dict[str, Any]]:
-        """Return the exchanges, each with its best order, that a search tries.
+    def contexts(self, cp: int, tp: int, order: object = None) -> list[dict[str, Any]]:
+        """Return the exchanges, each with ``order`` or its best one, that a search tries.
         Call :meth:`layers` for ``cp`` before.
 
         Heads can be exchanged if cp x tp divides the numbers of query and key heads of every
@@ -243,8 +243,8 @@ class ContextModel:
         divides = self._heads and all(
             each % (cp * tp) == 0 for pair in self._heads for each in pair
         )
-        keys = {"exchange": EXCHANGE, "order": self.shares.order(cp)}
-        return [keys, *([{"exchange": "heads", "order": ORDER}] if divides else [])]
+        keys = {"exchange": EXCHANGE, "order": order or self.shares.order(cp)}
+        return [keys, *([{"exchange": "heads", "order": order or ORDER}] if divides else [])]
 
     def _noting_heads(self) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         """Return a hook that records (H, G) of calls with q (B, H, S, d), k (B, G, S, d),

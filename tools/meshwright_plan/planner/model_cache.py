@@ -9,7 +9,7 @@ that equal layers are profiled once. A search can thus evaluate hundreds of layo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
 from meshwright.traits import find_traits
+from meshwright_plan.planner.choice import Pins
 from meshwright_plan.planner.context import EXCHANGE, ContextModel
 from meshwright_plan.planner.experts import AXIS as EP
 from meshwright_plan.planner.experts import ExpertGroup, load_limit
@@ -66,10 +67,7 @@ class ModelCache:
     """
     results: dict[Any, Any] = field(default_factory=dict)
     """Cache of results that layouts share, by the values on which they depend."""
-    pins: Mapping[str, int | str] = field(default_factory=dict)
-    """Degrees (pp, dp, cp, tp, ep) and other fields of a layout that a search keeps;
-    it varies the others.
-    """
+    pins: Pins = field(default_factory=dict)
     skew: float = 1.0
     """Rows of the busiest rank's experts over the mean of the ranks
     that share a layer's experts.

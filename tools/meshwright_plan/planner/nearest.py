@@ -33,10 +33,15 @@ def search_with_offload(
     """Search, and if nothing fits into memory,
     search again with the optimizer offloaded to the host.
 
-    Optimizers of whole parameters are never offloaded. ``settles``: as in :func:`search`.
+    Optimizers of whole parameters are never offloaded, unless the pins want it. ``settles``: as in
+    :func:`search`.
     """
+    if cache.pins.get("offload") is True:
+        return search(cache, hardware, nodes, best=best, offload=True, settles=settles)
     plan = search(cache, hardware, nodes, best=best, settles=settles)
     if plan.best or plan.closest is None or cache.config.optimizer.spec.needs_full_weights:
+        return plan
+    if "offload" in cache.pins:
         return plan
     offloaded = search(cache, hardware, nodes, best=best, offload=True, settles=settles)
     return offloaded if offloaded.best or offloaded.closest is not None else plan

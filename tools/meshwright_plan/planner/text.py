@@ -31,8 +31,8 @@ MAX_RULES = 14
 WIDTH = 110
 
 
-def describe(cache: ModelCache, plan: Plan) -> str:
-    """Return a plan as text."""
+def describe(cache: ModelCache, plan: Plan, held: Sequence[str] = ()) -> str:
+    """Return a plan as text. ``held``: options with the values that every layout has."""
     config, hardware = plan.base, plan.hardware
     lines = [
         f"model      {config.model.builder}, {len(cache.names)} layers, {config.train.dtype}",
@@ -49,7 +49,9 @@ def describe(cache: ModelCache, plan: Plan) -> str:
             f"{'strategy' if i == 0 else '':10} {line}"
             for i, line in enumerate(strategy(cache, plan))
         ),
-        f"search     {plan.num_choices:,} legal layouts, {plan.num_fitting:,} of them fit",
+        f"search     {plan.num_choices:,} legal layouts"
+        + (f" with {' '.join(held)}" if held else "")
+        + f", {plan.num_fitting:,} of them fit",
         "",
         *rejections(plan),
     ]
