@@ -70,6 +70,15 @@ def test_a_lengthened_step_equals_the_whole_dry_run(parallel: dict[str, Any]) ->
         ]
 
 
+def test_storages_of_one_operation_are_told_apart() -> None:
+    """One is released at once, the other never; so each micro-batch adds to the memory."""
+    reported: list[str] = []
+    config = configured(chunks=8, dp=2, zero=2)
+    builder = "tests.plan.dryrun.keeping:build"
+    job = dry_run_job(config.replace(model={"builder": builder}), reported.append)
+    assert job.profiles and any("runs all micro-batches" in line for line in reported)
+
+
 @pytest.mark.long
 def test_micro_batches_that_differ_are_not_repeated() -> None:
     config = configured(chunks=11, dp=2, zero=2)

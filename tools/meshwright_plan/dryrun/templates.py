@@ -12,7 +12,7 @@ and its collectives.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.mesh.fake import InterceptedOperation
@@ -55,6 +55,13 @@ class TemplateStorage(NamedTuple):
     release: Release
     number: int
     """Number within the template, shared by all lives of one storage."""
+
+
+def in_order(storages: Iterable[TemplateStorage]) -> tuple[TemplateStorage, ...]:
+    """Return storages as they were made. Those of one operation are told apart by their number:
+    releases have no order, as some never come.
+    """
+    return tuple(sorted(storages, key=lambda each: (each.born, each.number)))
 
 
 class Template(NamedTuple):
@@ -225,10 +232,8 @@ class _Builder:
         first_number = min((storage.number for storage in storages), default=0)
         return Template(
             end - start - 1,
-            tuple(
-                sorted(
-                    storage._replace(number=storage.number - first_number) for storage in storages
-                )
+            in_order(
+                storage._replace(number=storage.number - first_number) for storage in storages
             ),
             tuple(
                 (each.at - start, each.call)
