@@ -20,12 +20,17 @@ from tests.support.marks import long_row
 
 @pytest.fixture(autouse=True)
 def own_collector() -> Iterator[None]:
-    """As in a fresh process: a `plan` in this one has disabled the collector for good."""
+    """As in a fresh process: a `plan` in this one has disabled the collector for good,
+    and what all tests share is frozen.
+    """
+    was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.enable()
     yield
     gc.unfreeze()
     gc.enable()
+    if was_frozen:
+        gc.freeze()
 
 
 @pytest.fixture
