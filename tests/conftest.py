@@ -30,6 +30,8 @@ settings.load_profile("repeatable")
 
 LONGEST = ("tests/framework/verify/", "tests/plan/dryrun/", "tests/plan/planner/")
 """Folders whose files take minutes: begun first, so that at the end no worker has one alone."""
+COLLECTOR_THRESHOLDS = (50_000, 20, 20)
+"""Python's 700 new objects begin thousands of collections while one test parses the sources."""
 LONG_MARKS = ("all_layouts", "long", "slurm", "torture")
 
 
@@ -113,7 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Collect without Python's garbage collector, and exempt from it what exists then.
+    """Collect without Python's garbage collector, exempt from it what exists then,
+    and let it run seldom.
 
     Modules and tests are two million objects: each full collection would visit them, in half a
     second, and every run inside of this process makes one after its first step.
@@ -124,6 +127,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*COLLECTOR_THRESHOLDS)
         gc.enable()
 
 
