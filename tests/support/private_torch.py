@@ -115,9 +115,7 @@ def is_operator(tree: ast.Module, name: str) -> bool:
     wherever the file reads it.
     """
     owners = [
-        dotted(n.value)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and n.attr == name
+        dotted(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == name
     ]
     return bool(owners) and all(owner in ("aten", "torch.ops.aten") for owner in owners)
 
