@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# hundreds of tests start Python: without bytecode each would compile the sources again
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test trainer-test lint check site bench long torture verify-all slurm-test versions sizes clean
 

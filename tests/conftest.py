@@ -6,6 +6,9 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts: ranks are forked from this process
 
+import gc
+import importlib
+import itertools
 import signal
 import sys
 from collections import defaultdict
@@ -19,6 +22,7 @@ from hypothesis import settings
 from meshwright.system.process import SIGNALS
 from meshwright_launch.pool import RankPool
 from tests.framework.verify.cases import References
+from tests.support import durations
 from tests.support.marks import mark_rows
 from tests.support.object_store import ObjectStore, forget_file_systems, object_store
 
@@ -29,12 +33,19 @@ settings.load_profile("repeatable")
 
 LONGEST = ("tests/framework/verify/", "tests/plan/dryrun/", "tests/plan/planner/")
 """Folders whose files take minutes: begun first, so that at the end no worker has one alone."""
+COLLECTOR_THRESHOLDS = (50_000, 20, 20)
+"""Python's 700 new objects begin thousands of collections while one test parses the sources."""
 LONG_MARKS = ("all_layouts", "long", "slurm", "torture")
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
-    """Eight ranks that live as long as the test session; see ``RankPool.run``."""
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Eight ranks that live as long as the test session; see ``RankPool.run``.
+
+    A library that takes a second is imported before the fork, not by each of the ranks.
+    """
+    if any(item.nodeid.startswith("tests/interop/") for item in request.session.items):
+        importlib.import_module("transformers.modeling_utils")
     with RankPool(8) as ranks:
         yield ranks
 
@@ -110,6 +121,24 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collect without Python's garbage collector, exempt from it what exists then,
+    and let it run seldom.
+
+    Modules and tests are two million objects: each full collection would visit them, in half a
+    second, and every run inside of this process makes one after its first step.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*COLLECTOR_THRESHOLDS)
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long (``all_layouts`` hours)
     unless the command line names one of its marks.
@@ -144,9 +173,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The table of `make torture`: a row for each kind of trouble,
+    """Where the seconds went, and the table of `make torture`: a row for each kind of trouble,
     with what its tests have noted of it.
     """
+    for line in durations.table(itertools.chain(*terminalreporter.stats.values())):
+        terminalreporter.write_line(line)
     cases: dict[str, list[bool]] = defaultdict(list)
     noted: dict[str, list[str]] = defaultdict(list)
     slowest: dict[str, float] = defaultdict(float)

@@ -20,7 +20,7 @@ import pytest
 from tests.support import reading_path, sizes
 from tests.support.prose import findings
 from tests.support.reading_path import READING_PATH
-from tests.support.sources import PACKAGES, ROOT, files, module_of
+from tests.support.sources import PACKAGES, ROOT, dotted, files, module_of
 
 ROUTER_TOKENS = "meshwright.expert_parallel.router_tokens"
 """The one file of an axis that other axes import: a router is cut by tp and cp."""
@@ -344,7 +344,7 @@ def private_names(tree: ast.Module) -> set[str]:
             short |= {alias.asname or alias.name: f"{base}{alias.name}" for alias in node.names}
             names |= {f"{base}{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", text := ast.unparse(node)):
+        if isinstance(node, ast.Attribute) and (text := dotted(node)):
             first, _, rest = text.partition(".")
             names.add(f"{short.get(first, first)}.{rest}")
     return {

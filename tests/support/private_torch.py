@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from tests.support.sources import ROOT, files, module_of
+from tests.support.sources import ROOT, dotted, files, module_of
 
 DOCUMENT = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- private names of torch -->\n", "<!-- end -->\n"
@@ -66,7 +66,7 @@ def own_names(tree: ast.Module) -> set[str]:
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) == "self"
+            and dotted(node.value) == "self"
         ):
             names.add(node.attr)
     return names
@@ -78,9 +78,9 @@ def private_attributes(tree: ast.Module) -> set[str]:
     """
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+        if isinstance(node, ast.Attribute) and dotted(node.value) not in ("self", "cls"):
             names.add(node.attr)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        if isinstance(node, ast.Call) and dotted(node.func) in (
             "getattr",
             "hasattr",
             "setattr",
@@ -90,11 +90,10 @@ def private_attributes(tree: ast.Module) -> set[str]:
     return {name for name in names if re.match(r"_[a-zA-Z]", str(name))}
 
 
-def unnamed() -> dict[str, set[str]]:
-    """Return the private attributes of torch that a file reads and does not name
+def unnamed(files: dict[Path, ast.Module]) -> dict[str, set[str]]:
+    """Return the private attributes of torch that one of the files reads and does not name
     in PRIVATE_TORCH.
     """
-    files = sources()
     known = {name.rpartition(".")[2] for name in SETTLED} | OTHERS
     known = known.union(*map(own_names, files.values()))
     found = {}
@@ -116,9 +115,7 @@ def is_operator(tree: ast.Module, name: str) -> bool:
     wherever the file reads it.
     """
     owners = [
-        ast.unparse(n.value)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Attribute) and n.attr == name
+        dotted(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == name
     ]
     return bool(owners) and all(owner in ("aten", "torch.ops.aten") for owner in owners)
 
@@ -126,7 +123,7 @@ def is_operator(tree: ast.Module, name: str) -> bool:
 def declared_in(path: Path, tree: ast.Module) -> dict[str, str]:
     """Return the PRIVATE_TORCH of a file; empty: it has none."""
     targets = {
-        ast.unparse(target)
+        dotted(target)
         for node in tree.body
         if isinstance(node, ast.Assign)
         for target in node.targets
@@ -140,8 +137,10 @@ def declared_in(path: Path, tree: ast.Module) -> dict[str, str]:
 def declared() -> dict[str, dict[str, str]]:
     """Return name -> {file: versions}."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for path, tree in sources().items():
-        for name, versions in declared_in(path, tree).items():
+    for path in files():
+        text = path.read_text()
+        names = declared_in(path, ast.parse(text)) if "PRIVATE_TORCH" in text else {}
+        for name, versions in names.items():
             found[name][str(path.relative_to(ROOT))] = versions
     return dict(found)
 

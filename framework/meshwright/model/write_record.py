@@ -9,7 +9,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -83,6 +83,8 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._originals: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
         """Recorded version of each function of UNSEEN, while the mode is active -> the function."""
         self._modules_before: frozenset[str] = frozenset()
+        self._replaced: list[tuple[dict[str, Any], str]] = []
+        """Namespaces and their names that hold a recorded version, while the mode is active."""
         self._num_draws = 0
 
     def version_of(self, tensor: Tensor) -> int | None:
@@ -155,10 +157,13 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorded = {name: self._recorded(name, original) for name, original in originals.items()}
         self._originals = {recorded[name]: original for name, original in originals.items()}
         self._modules_before = frozenset(sys.modules)
-        for _, names in _module_names():
+        for names in _namespaces(list(sys.modules)):
+            if names.keys().isdisjoint(UNSEEN):
+                continue  # nearly all of thousands
             for name, original in originals.items():
                 if names.get(name) is original:
                     names[name] = recorded[name]
+                    self._replaced.append((names, name))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -182,14 +187,20 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for module_name, names in _module_names():
-            # it may have imported a recorded version, "as" anything
-            is_new = module_name not in self._modules_before
-            for name in list(names) if is_new else UNSEEN:
-                value = names.get(name)
-                if isinstance(value, FunctionType) and value in self._originals:
-                    names[name] = self._originals[value]
+        for names, name in self._replaced:
+            self._put_back(names, name)
+        # a new module may have imported a recorded version, "as" anything
+        for names in _namespaces(sys.modules.keys() - self._modules_before):
+            for name in list(names):
+                self._put_back(names, name)
+        self._replaced = []
         self._originals = {}
+
+    def _put_back(self, names: dict[str, Any], name: str) -> None:
+        """Replace a recorded version in a module's namespace by the function of torch.nn.init."""
+        value = names.get(name)
+        if isinstance(value, FunctionType) and value in self._originals:
+            names[name] = self._originals[value]
 
     def _note(
         self, tensor: Tensor, write: Write, sources: list[Tensor], *, is_random: bool
@@ -309,11 +320,12 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(found, write, given)
 
 
-def _module_names() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the namespace of each imported module."""
-    for name, module in list(sys.modules.items()):
-        if hasattr(module, "__dict__"):
-            yield name, vars(module)
+def _namespaces(modules: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the namespace of each imported module of these names."""
+    for name in modules:
+        names = getattr(sys.modules.get(name), "__dict__", None)
+        if names is not None:
+            yield names
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

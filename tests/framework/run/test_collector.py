@@ -20,12 +20,19 @@ from tests.support.marks import long_row
 
 @pytest.fixture(autouse=True)
 def own_collector() -> Iterator[None]:
-    """As in a fresh process: a `plan` in this one has disabled the collector for good."""
+    """As in a fresh process: a `plan` in this one has disabled the collector for good,
+    what all tests share is frozen, and its thresholds are higher.
+    """
+    was_frozen, thresholds = gc.get_freeze_count() > 0, gc.get_threshold()
     gc.unfreeze()
     gc.enable()
+    gc.set_threshold(700, 10, 10)
     yield
     gc.unfreeze()
     gc.enable()
+    gc.set_threshold(*thresholds)
+    if was_frozen:
+        gc.freeze()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from meshwright.system.numbers import MAX_INT64, environment_number, job_restarts, whole_number
 from meshwright_launch.arguments import build_parser
 from tests.support.errors import raises
-from tests.support.sources import ROOT, files
+from tests.support.sources import ROOT, dotted, files
 
 OPENS_BY_ITSELF = {
     ("framework/meshwright/system/bounded.py", "os.open"): "the door itself",
@@ -70,7 +70,8 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 def opened(call: ast.Call) -> str | None:
     """Return how a call opens a file for reading, or None."""
-    name, first = ast.unparse(call.func), call.args[0] if call.args else None
+    name = dotted(call.func) or ast.unparse(call.func)
+    first = call.args[0] if call.args else None
     if ".".join(name.split(".")[-2:]) in READERS:
         return ".".join(name.split(".")[-2:])
     if name == "open" and not (isinstance(first, ast.Constant) and isinstance(first.value, int)):
@@ -122,11 +123,11 @@ def test_no_variable_and_no_digits_are_parsed_by_int() -> None:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or path == "framework/meshwright/system/numbers.py":
                 continue
-            name, words = ast.unparse(node.func), " ".join(map(ast.unparse, node.args))
-            if name in ("int", "float") and any(
-                word in words for word in ("environ", "getenv", "env[", "env.get")
-            ):
-                found.append(f"{path}:{node.lineno}")
+            name = dotted(node.func) or ast.unparse(node.func)
+            if name in ("int", "float"):
+                words = " ".join(map(ast.unparse, node.args))
+                if any(word in words for word in ("environ", "getenv", "env[", "env.get")):
+                    found.append(f"{path}:{node.lineno}")
             if name.endswith((".isdecimal", ".isdigit", ".isnumeric")) and not path.startswith(
                 "models/"
             ):

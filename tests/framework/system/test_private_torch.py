@@ -240,8 +240,9 @@ def test_every_private_name_is_named() -> None:
     """A file that reads one names it, with versions, in its PRIVATE_TORCH: attributes of objects,
     and dotted names.
     """
-    assert unnamed() == {}
-    for path, tree in sources().items():
+    files = sources()
+    assert unnamed(files) == {}
+    for path, tree in files.items():
         named = [f"{name}." for name in declared_in(path, tree)]
         unknown = [
             name

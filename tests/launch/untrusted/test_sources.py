@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sources import ROOT, files
+from tests.support.sources import ROOT, dotted, files
 
 SOURCES = [*files(), *(ROOT / "examples").rglob("*.py")]
 UNSAFE = re.compile(
@@ -168,7 +168,7 @@ def calls_of(path: Path) -> tuple[ast.Call, ...]:
 @cache
 def calls(path: Path) -> frozenset[str]:
     """Return names that are called in a file, dotted as they stand there."""
-    return frozenset(ast.unparse(node.func) for node in calls_of(path))
+    return frozenset(dotted(node.func) or ast.unparse(node.func) for node in calls_of(path))
 
 
 def callers(*names: str) -> set[str]:
