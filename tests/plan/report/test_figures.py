@@ -40,7 +40,7 @@ def test_the_strip_has_the_newest_of_all(tmp_path: Path) -> None:
     note = "at step 50; best 5.0000 at step 25; perplexity 7.5"
     assert shown["validation loss"] == ("7.5000", note)
     assert shown["MFU"] == ("40.0%", "30.0% with causal attention counted half")
-    assert shown["peak memory"] == ("1.1 GiB", "rank 7, the highest")
+    assert shown["peak memory"] == ("1.10 GiB", "rank 7, the highest")
 
 
 def test_a_live_run_has_its_time_left(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_the_memory_of_each_rank_is_on_the_page(tmp_path: Path) -> None:
     )
     (directory / "memory.json").unlink()
     alone = read_run(directory)
-    assert alone.peaks is None and facts_of(directory)["peak memory"] == "1 GiB"
+    assert alone.peaks is None and facts_of(directory)["peak memory"] == "1.00 GiB"
 
 
 def test_a_page_asks_nobody(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_torn_last_line_is_told_and_left_out(tmp_path: Path) -> None:
     assert len(run.records) == 20
     (said,) = run.remarks
     assert (
-        "metrics.jsonl:21 is no whole record, the last: it was being written" in said
+        "metrics.jsonl:21: incomplete record, the last: still being written" in said
         and said in page([run])
     )
 
@@ -143,7 +143,7 @@ def test_a_damaged_line_in_the_middle_hides_no_other(tmp_path: Path) -> None:
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = read_run(directory)
     assert [each.step for each in run.records] == [step for step in range(1, 21) if step != 10]
-    assert run.remarks == ("metrics.jsonl:10 is no whole record; it is left out",)
+    assert run.remarks == ("metrics.jsonl:10: incomplete record; left out",)
 
 
 @pytest.mark.parametrize("times", [long_row(5), pytest.param(40, marks=pytest.mark.torture)])
@@ -501,10 +501,10 @@ def test_what_an_old_layout_needed_is_not_shown_as_the_present_one(tmp_path: Pat
 
     directory = make_run(tmp_path / "resumed", starts=((0, old), (60, new)), change=heavy_and_slow)
     shown = facts_of(directory)
-    assert shown["peak memory"] == "1.3 GiB" and shown["throughput"] == "40,960 tokens/s"
+    assert shown["peak memory"] == "1.30 GiB" and shown["throughput"] == "40,960 tokens/s"
     assert "It was traced on pp2 dp2 tp2." in page([read_run(directory)])
     same = make_run(tmp_path / "same", starts=((0, old), (60, old)), change=heavy_and_slow)
-    assert facts_of(same)["peak memory"] == "9 GiB", (
+    assert facts_of(same)["peak memory"] == "9.00 GiB", (
         "another start of one layout is no other layout"
     )
     assert "It was traced on" not in page([read_run(same)])

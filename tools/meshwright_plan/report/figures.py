@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from meshwright.terminal.format import GIB, format_count, format_duration
+from meshwright.terminal.format import format_count, format_duration, format_gib
 from meshwright.tracking.record import StepRecord
 from meshwright_plan.report.loss_curve import loss_unit
 from meshwright_plan.report.run import RunContents, clock
@@ -237,7 +237,7 @@ def _memory(run: RunContents) -> Figure:
     )
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     note = f"rank {rank}, the highest" if len(peaks) > 1 else f"rank {rank}"
-    return Figure("peak memory", f"{peaks[rank] / GIB:.3g} GiB", note, peaks[rank])
+    return Figure("peak memory", format_gib(peaks[rank]), note, peaks[rank])
 
 
 def _median(values: Sequence[float | None]) -> float | None:

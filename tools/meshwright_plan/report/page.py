@@ -124,7 +124,7 @@ def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
         "experts": heat_maps(run.directory),
         "cards": placement_cards(run.grid, run.nodes) if run.grid is not None else "",
         "placement": run.placement,
-        "schedule": schedule_of(run),
+        "schedule": schedule_of(run, f"run{index}-"),
         "memory": memory_of(run),
         "time": time_rows(run),
         "traced_on": run.traced_on,
@@ -177,8 +177,8 @@ def memory_of(run: RunContents) -> Memory | None:
     return Memory(caption, tuple(stages), grid.axes, shortened(rows))
 
 
-def schedule_of(run: RunContents) -> SchedulePicture | None:
-    """Draw the schedule; return None if there is nothing to draw.
+def schedule_of(run: RunContents, prefix: str = "") -> SchedulePicture | None:
+    """Draw the schedule; return None if there is nothing to draw. ``prefix``: of names in it.
 
     If a step was traced: measured above simulated. Otherwise: simulated, in ticks.
     """
@@ -196,7 +196,7 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
             caption += (
                 f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
             )
-        return draw_panels("measured and simulated", step, caption)
+        return draw_panels("measured and simulated", step, caption, prefix)
     # code that the run names is not imported
     config = run.resolved
     if config is None or ":" in config.pipeline.schedule:
@@ -212,21 +212,24 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
         return None
     caption = "No step was traced (tracking.trace_step): simulated with a backward as long as two forwards."
     return draw_panels(
-        "simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], caption, Unit.TICKS
+        "simulated, in ticks",
+        [Panel(timeline_of(schedule, Costs()))],
+        caption,
+        prefix,
+        Unit.TICKS,
     )
 
 
 def draw_panels(
-    title: str, panels: Sequence[Panel], caption: str, unit: Unit = Unit.SECONDS
+    title: str, panels: Sequence[Panel], caption: str, prefix: str, unit: Unit = Unit.SECONDS
 ) -> SchedulePicture:
     """Draw panels as a picture, or as text if they have too many actions
     or matplotlib is missing.
     """
     if sum(len(panel.timeline.spans) for panel in panels) <= MAX_DRAWN:
         try:
-            return SchedulePicture(
-                title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", caption
-            )
+            drawn = svg_of(figure(panels, unit), f"the schedule, {title}", prefix)
+            return SchedulePicture(title, Markup(drawn), "", caption)
         except UserError as error:
             caption = f"{caption} {error.message}."
     return SchedulePicture(

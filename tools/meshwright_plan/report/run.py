@@ -254,14 +254,14 @@ def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
     except OSError as error:
         remarks.append(f"{path} cannot be read: {error.strerror}")
     except ValueError as error:
-        remarks.append(f"{path}: {error}; it and the lines after it are left out")
+        remarks.append(f"{path}: {error}; left out, with the lines after it")
     for line_number in damaged:
         end = (
-            ", the last: it was being written, or its writer was killed"
+            ", the last: still being written, or its writer was killed"
             if line_number == number
             else ""
         )
-        remarks.append(f"{path}:{line_number} is no whole record{end}; it is left out")
+        remarks.append(f"{path}:{line_number}: incomplete record{end}; left out")
     return records
 
 
@@ -273,7 +273,7 @@ def _attempts(
         try:
             start = parse_json(line)
         except ValueError:
-            remarks.append(f"{starts}:{number} is damaged, and left out")
+            remarks.append(f"{starts}:{number} is damaged; left out")
             start = {}
         lines.append(start if isinstance(start, dict) else {})
     kept_by_start: dict[int, list[StepRecord]] = defaultdict(list)
