@@ -150,7 +150,7 @@ def test_more_problems_than_are_listed_are_counted(tmp_path: Path) -> None:
         file.writelines("torn\n" for _ in range(20))
     remarks = read_run(directory).remarks
     assert len(remarks) == MAX_REMARKS + 1 and remarks[-1] == "and 8 more"
-    assert remarks[0].startswith("metrics.jsonl:6 "), "relative to the run"
+    assert remarks[0].startswith("metrics.jsonl:6: "), "relative to the run"
 
 
 def test_a_number_of_a_configuration_has_six_digits() -> None:

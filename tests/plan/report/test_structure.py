@@ -18,7 +18,7 @@ from meshwright_plan.report.page import page
 from meshwright_plan.report.run import read_run
 from tests.plan.report.builders import make_mixture_run, make_run
 
-VOID = {"meta", "input", "br", "path", "use", "rect", "hr", "img", "link"}
+VOID = {"meta", "input", "br", "wbr", "path", "use", "rect", "hr", "img", "link"}
 
 
 class Page(HTMLParser):
