@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwright_plan.page.chart import Curve, Mark, Quantity, chart
+from meshwright_plan.page.chart import INK, MAX_LABELLED, Curve, Mark, Quantity, chart, tone
 from meshwright_plan.page.points import MAX_ROWS, Column, column, columns
 
 
@@ -38,25 +38,25 @@ def test_a_scale_is_logarithmic_only_where_one_value_would_hide_the_others() -> 
 
 def test_marks_outside_are_left_out_and_told_once() -> None:
     marks = [
-        Mark(5, "a start"),
-        Mark(7, "a start"),
-        Mark(99, "a start"),
-        Mark(6, "not finite", bad=True),
+        Mark(5, "restart"),
+        Mark(7, "restart"),
+        Mark(99, "restart"),
+        Mark(6, "NaN/Inf", "bad"),
     ]
     drawn = chart(Quantity("Loss"), [Curve("training", [(0, 1), (10, 2)])], marks=marks)
     assert drawn is not None
     assert json.loads(drawn.data)["marks"] == [[5, "mark"], [6, "mark bad"], [7, "mark"]]
     assert drawn.legend == (
-        (" c0", "training"),
-        ("mark", "a start"),
-        ("mark bad", "not finite"),
+        ("c0", "training"),
+        ("mark", "restart"),
+        ("mark bad", "NaN/Inf"),
     )
 
 
 def test_marks_beyond_the_last_finite_value_are_there() -> None:
     """Steps that were not taken have no loss."""
     curve = Curve("training", [(1, 8.0), (2, math.nan), (3, math.nan)])
-    marks = [Mark(step, "not finite", bad=True) for step in (2, 3, 4)]
+    marks = [Mark(step, "NaN/Inf", "bad") for step in (2, 3, 4)]
     assert [x for x, _ in data(Quantity("Loss"), [curve], marks=marks)["marks"]] == [2, 3]
 
 
@@ -66,6 +66,26 @@ def test_a_hidden_curve_is_only_in_the_data() -> None:
     assert drawn is not None and [name for _, name in drawn.legend] == ["x", "level"]
     assert [each["name"] for each in json.loads(drawn.data)["curves"]] == ["raw", "x"]
     assert json.loads(drawn.data)["log"] is False, "it has no say in the scale"
+
+
+def test_a_label_has_the_last_values_of_the_curves() -> None:
+    curves = [
+        Curve("training", [(1, 9), (20, 8.25), (21, math.nan)]),
+        Curve("raw", [(1, 9)], look="pale"),
+        Curve("repeated", [(2, 7)], look="lost"),
+        Curve("validation", [(5, 8.5)], INK),
+    ]
+    drawn = chart(Quantity("Loss", "nats"), curves)
+    assert drawn is not None
+    assert drawn.label == "Loss (nats): training 8.25 at step 20, validation 8.5 at step 5"
+    many = chart(Quantity("Norm"), [Curve(f"run{i}", [(1, i)], i) for i in range(15)])
+    assert many is not None and many.label.count(" at step 1") == MAX_LABELLED
+    assert many.label.endswith("and 3 more curves")
+
+
+def test_runs_after_the_sixth_are_dashed() -> None:
+    tones = [tone(colour) for colour in (0, 5, 6, 13)]
+    assert tones == ["c0", "c5", "c0 d1", "c1 d2"] and tone(INK) == "ink"
 
 
 def unpacked(packed: Column) -> list[float]:

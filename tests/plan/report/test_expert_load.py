@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import struct
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -53,31 +55,13 @@ def test_maps_of_a_run(tmp_path: Path) -> None:
     )
     assert len(read_loads(tmp_path)) == 100
     maps = heat_maps(tmp_path)
-    assert (
-        len(maps) == MAX_LAYERS and maps[0].title == "block0.mlp.router: 64 experts, steps 0 to 99"
-    )
-    assert maps[0].picture.count("<rect") == MAX_ROWS * MAX_STEPS
-    assert 'fill-opacity="1.00"><title>step 0, expert 0: 2.00 x mean' in maps[0].picture
-    assert maps[0].last_expert == 63 and maps[0].steps == (0, 99), "labels of the rows and columns"
+    assert len(maps) == MAX_LAYERS and maps[0].title == "block0.mlp.router: 64 experts"
+    assert maps[0].last_expert == 63 and maps[0].rows == MAX_ROWS
+    assert (maps[0].steps[0], maps[0].steps[-1], len(maps[0].steps)) == (0, 99, MAX_STEPS)
+    assert maps[0].label.endswith("expert 0 is the busiest, with 2.00 x the mean")
+    data = json.loads(maps[0].data)
+    assert (data["experts"], data["group"], data["steps"]) == (64, 2, maps[0].steps)
+    loads = struct.unpack(f"<{MAX_ROWS * MAX_STEPS}H", b64decode(data["loads"]))
+    assert loads[:MAX_ROWS] == (200, *[100] * 31), "of two neighbours the busier, in hundredths"
     assert evenly(range(4), 6) == [0, 1, 2, 3]
     assert evenly([1], 5) == [0] and evenly([], 5) == [] and evenly(range(10), 3) == [0, 4, 9]
-
-
-def test_a_row_of_several_experts_names_the_busiest(tmp_path: Path) -> None:
-    counts = [0, 6, *[2] * 61, 0]
-    (tmp_path / EXPERT_LOAD).write_text(
-        json.dumps({"step": 1, "counts": {"router": counts}}) + "\n"
-    )
-    (found,) = heat_maps(tmp_path)
-    assert (
-        "step 1, expert 1: 3.00 x mean" in found.picture
-        and "expert 62: 1.00 x mean" in found.picture
-    )
-
-
-def test_names_of_layers_are_text(tmp_path: Path) -> None:
-    (tmp_path / EXPERT_LOAD).write_text(
-        json.dumps({"step": 1, "counts": {'"><script>': [1, 2]}}) + "\n"
-    )
-    (found,) = heat_maps(tmp_path)
-    assert "<script" not in found.picture

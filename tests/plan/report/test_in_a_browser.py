@@ -7,13 +7,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.mesh.grid import Grid
 from meshwright_plan.report.page import page
-from meshwright_plan.report.run import read_run
+from meshwright_plan.report.run import RunState, read_run
 from tests.plan.report.builders import make_mixture_run, make_run
 from tests.support.chromium import CHROMIUM, Browser
 
@@ -111,23 +112,23 @@ def test_words_are_not_broken_by_letters(browser: Browser, tmp_path: Path, width
     ]
     (tmp_path / "page.html").write_text(page(runs))
     browser.opened(tmp_path / "page.html", width)
-    cells = "[...document.querySelectorAll('.plain tr td:first-child')].filter(e => e.offsetWidth)"
+    cells = "[...document.querySelectorAll('.plain tbody th')].filter(e => e.offsetWidth)"
     assert browser.value(f"Math.min(...{cells}.map(e => e.offsetWidth))") >= 90
     assert browser.value(f"Math.max(...{cells}.map(e => e.offsetHeight))") <= 150
     assert browser.value("document.documentElement.scrollWidth") <= width
 
 
-@pytest.mark.parametrize(("width", "in_a_row"), [(DESK, 3), (PHONE, 1)])
+@pytest.mark.parametrize(("width", "in_a_row"), [(DESK, 4), (PHONE, 1)])
 def test_maps_of_experts_fill_their_columns(
     browser: Browser, pages: dict[str, Path], width: int, in_a_row: int
 ) -> None:
     """Side by side where there is room, each with the labels of its rows and columns around it."""
     browser.opened(pages["mixture"], width)
-    boxes = browser.value("[...document.querySelectorAll('.map svg')].map(e => e.getBoundingClientRect()).map("
+    boxes = browser.value("[...document.querySelectorAll('.map canvas')].map(e => e.getBoundingClientRect()).map("
                           "b => [b.left, b.top, b.right, b.bottom])")  # fmt: skip
     assert len(boxes) == 4 and len({left for left, *_ in boxes}) == in_a_row
     assert all(
-        0 <= left < right <= width and right - left > 0.8 * width / in_a_row - 60
+        0 <= left < right <= width and right - left > 0.8 * width / in_a_row - 70
         for left, _, right, _ in boxes
     )
     labels = browser.value(
@@ -304,7 +305,7 @@ TILES = """(() => {
 def test_no_tile_is_alone_in_its_row(browser: Browser, pages: dict[str, Path], width: int) -> None:
     browser.opened(pages["demo"], width)
     count = browser.value("document.querySelector('.facts').children.length")
-    assert count > 9
+    assert count > 6
     for left in range(count, 3, -1):
         rows = browser.value(TILES)
         assert sum(rows) == left and rows[-1] > 1, rows
@@ -333,7 +334,7 @@ def test_the_numbers_of_a_schedule_can_be_read(
 
 def test_the_x_axis_has_the_chosen_name(browser: Browser, pages: dict[str, Path]) -> None:
     browser.opened(pages["demo"], DESK)
-    for chosen, name in (("tokens", "tokens"), ("time", "time in steps"), ("step", "step")):
+    for chosen, name in (("tokens", "tokens"), ("time", "training time"), ("step", "step")):
         choose(browser, x=chosen)
         assert browser.value(
             "[...new Set([...document.querySelectorAll('.x-name')].map(e => e.textContent))]"
@@ -351,10 +352,13 @@ def test_a_spike_has_a_logarithmic_scale_and_a_lone_step_is_a_dot(
         page([read_run(make_run(tmp_path / "a", 40, change=change))])
     )
     browser.opened(tmp_path / "page.html", DESK)
-    scales = browser.value("[...document.querySelectorAll('.scale')].map(e => e.textContent)")
-    assert scales == ["logarithmic" if at == 2 else "" for at in range(len(scales))]
+    scales = browser.value(
+        "[...document.querySelectorAll('.chart')].filter(e => e.querySelector('.scale').textContent)"
+        ".map(e => [e.querySelector('.name').textContent, e.querySelector('.scale').textContent])"
+    )
+    assert scales == [["Gradient norm", "logarithmic"]]
     labels = browser.value(
-        "[...document.querySelectorAll('.ys')[2].children].map(e => e.textContent)"
+        "[...charts.find(each => each.data.log).ys.children].map(e => e.textContent)"
     )
     assert [float(text) for text in labels] == [1, 10, 100]
     ticks = browser.value(TICKS.format("xs"))
@@ -364,3 +368,126 @@ def test_a_spike_has_a_logarithmic_scale_and_a_lone_step_is_a_dot(
         "charts.map(chart => chart.data.zero && !chart.view.logY ? chart.view.y0 : 0)"
     )
     assert set(lowest) == {0}
+
+
+LINES = "[...charts[0].svg.querySelectorAll('.line')].map(e => getComputedStyle(e).stroke)"
+
+
+def test_the_legend_switches_runs(browser: Browser, tmp_path: Path) -> None:
+    """Six runs: a click takes a run out of the charts, whose axes fit the others, and dims its
+    column; a second one brings it back. Its colour is the same in legend, curves, table and its own
+    section.
+    """
+    runs = [
+        read_run(make_run(tmp_path / f"run{i}", 20 + 20 * i, seed=i, traced=False))
+        for i in range(6)
+    ]
+    (tmp_path / "page.html").write_text(page(runs).replace("<details", "<details open"))
+    browser.opened(tmp_path / "page.html", DESK)
+    colours = browser.value(LINES)
+    assert len(set(colours)) == 6 and browser.value(NAMES) == [f"run{i}" for i in range(6)]
+    assert colours == browser.value(
+        "[...document.querySelectorAll('.runs button')].map("
+        "e => getComputedStyle(e, '::before').borderTopColor)"
+    )
+    assert colours == browser.value(
+        "[...document.querySelectorAll('.compare')[0].querySelectorAll('thead [data-column]')].map("
+        "e => getComputedStyle(e).borderTopColor)"
+    )
+    assert colours == browser.value(
+        "[...document.querySelectorAll('.run .large .line')].filter("
+        "e => !e.matches('.ink')).map(e => getComputedStyle(e).stroke)"
+    )
+    button = "document.querySelectorAll('.runs button')[5]"
+    assert browser.value("charts[0].view.x1") == 120
+    browser.value(f"{button}.click()")
+    assert browser.value(NAMES) == [f"run{i}" for i in range(5)]
+    assert browser.value("charts[0].view.x1") == 100
+    assert browser.value(f"{button}.getAttribute('aria-pressed')") == "false"
+    assert browser.value("document.querySelectorAll('td.off').length") > 5
+    assert browser.value("charts.at(-1).points.length") > 0, "its own section stays"
+    browser.value(f"{button}.click()")
+    assert browser.value(LINES) == colours and not browser.value(
+        "document.querySelectorAll('.off').length"
+    )
+    browser.value(f"{button}.onpointerenter()")
+    assert browser.value(
+        "[...charts[0].svg.querySelectorAll('.line')].map(e => getComputedStyle(e).opacity)"
+    ) == ["0.12"] * 5 + ["1"]
+
+
+def test_a_chart_can_be_read_with_the_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.opened(pages["demo"], DESK)
+    browser.value("charts[0].area.focus()")
+    assert browser.value("document.activeElement === charts[0].area")
+    outline = browser.value(
+        "charts[0].area.matches(':focus-visible') && getComputedStyle(charts[0].area).outlineWidth"
+    )
+    said = []
+    for key in ("End", "ArrowLeft", "Home", "ArrowRight", "ArrowRight"):
+        browser.ask("Input.dispatchKeyEvent", type="keyDown", key=key)
+        said.append(browser.value("charts[0].now.textContent").partition(":")[0])
+    assert said == ["step 200", "step 199", "step 1", "step 2", "step 3"] and outline == "2px"
+    assert browser.value("charts[0].now.getAttribute('role')") == "status"
+    browser.value("charts[0].area.blur()")
+    assert browser.value("charts[0].now.textContent") == ""
+
+
+def test_a_heat_map_tells_what_is_under_the_pointer(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    """The load of a cell as the file has it, which is also the strength of its colour."""
+    browser.opened(pages["mixture"], DESK)
+    folder = pages["mixture"].parent / "mixture"
+    line = json.loads((folder / "expert-load.jsonl").read_text().splitlines()[9])
+    counts = line["counts"]["block0.mlp.router"]
+    pairs = [max(counts[at : at + 2]) for at in range(0, 40, 2)]
+    expected = pairs[3] / (sum(counts) / 40)
+    browser.value("document.querySelector('canvas').scrollIntoView({block: 'center'})")
+    at = browser.value("(b => ({x: b.left + b.width * 9.5 / 60, y: b.top + b.height * 3.5 / 20}))"
+                       "(document.querySelector('canvas').getBoundingClientRect())")  # fmt: skip
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", **at)
+    said = browser.value("document.querySelector('.map .spot').textContent")
+    assert said == f"step 10, busiest of experts 6-7: {expected:.2f} x the mean"
+    alpha = browser.value(
+        "document.querySelector('canvas').getContext('2d').getImageData(9, 3, 1, 1).data[3]"
+    )
+    assert alpha == pytest.approx(255 * min(1.0, expected / 2), abs=3)
+
+
+def test_motion_and_print(browser: Browser, tmp_path: Path) -> None:
+    """A live run's sign beats, unless the reader wants no motion; a print has no tools, light paper
+    and everything unfolded.
+    """
+    directory = make_run(tmp_path / "demo", 20)
+    run = replace(read_run(directory), state=RunState("running", "since today"))
+    (tmp_path / "page.html").write_text(page([run]))
+    for motion, name in (("no-preference", "beat"), ("reduce", "none")):
+        browser.opened(tmp_path / "page.html", DESK)
+        feature = {"name": "prefers-reduced-motion", "value": motion}
+        browser.ask("Emulation.setEmulatedMedia", features=[feature])
+        assert browser.value(
+            "getComputedStyle(document.querySelector('.running i')).animationName"
+        ) == name  # fmt: skip
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    browser.ask("Emulation.setEmulatedMedia", media="print", features=[dark])
+    browser.value("onbeforeprint()")
+    assert browser.value(BRIGHTNESS.format(of="document.body", what="backgroundColor")) > 240
+    assert browser.value("getComputedStyle(document.querySelector('.bar')).display") == "none"
+    assert browser.value("document.querySelectorAll('details:not([open])').length") == 0
+    browser.ask("Emulation.setEmulatedMedia", media="")
+
+
+def test_tables_are_blocks_on_a_phone(browser: Browser, pages: dict[str, Path]) -> None:
+    """Starts and checkpoints need no sideways scrolling there: each cell has its column's name."""
+    browser.opened(pages["demo"], PHONE)
+    boxes = (
+        "[...document.querySelectorAll('.wide')].filter(e => e.querySelector('.left:not(.few)'))"
+    )
+    assert browser.value(f"{boxes}.length") >= 2
+    assert browser.value(f"{boxes}.every(e => e.scrollWidth <= e.clientWidth)")
+    names = browser.value(
+        "[...document.querySelectorAll('[aria-label=Starts] tbody tr:last-child > *')].map("
+        "e => getComputedStyle(e, '::before').content)"
+    )
+    assert names[:3] == ['"start "', '"at "', '"layout "']

@@ -26,14 +26,13 @@ from meshwright.watch.hang.status import Status
 from meshwright_launch.cli import main
 from meshwright_plan.report.curves import (
     LOSS,
-    comparison_charts,
-    layout_of,
     loss_curves,
     marks_of,
-    of_run,
     points,
 )
-from meshwright_plan.report.page import MAX_ROWS, differences, facts, memory_of, page, time_totals
+from meshwright_plan.report.figures import key_figures, layout_of
+from meshwright_plan.report.notices import notices
+from meshwright_plan.report.page import MAX_ROWS, differences, memory_of, page
 from meshwright_plan.report.run import clock, read_run
 from tests.plan.report.builders import (
     make_checkpoint,
@@ -62,8 +61,8 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     for said in (
         "measured, step 5: 1f1b",
         "simulated: 1f1b",
-        "Where the time went",
-        "pp2 x dp2 x tp2",
+        "Time of a step by rank",
+        "pp2 dp2 tp2, 1f1b, ZeRO-1",
         "2,007 param",
     ):
         assert said in text, said
@@ -103,17 +102,16 @@ def test_the_memory_of_each_rank_is_on_the_page(tmp_path: Path) -> None:
     assert found.ranks[5] == ("5", "2", "1", "0", "1.20 GiB")
     text = page([read_run(directory)])
     assert (
-        "Memory of the ranks" in text
-        and "as of step 100" in text
-        and "1.3 GiB, rank 7, at the peak" in text
+        "Peak memory by rank" in text and "up to step 100" in text and "rank 7, the highest" in text
     )
     (directory / "memory.json").write_text('{"grid": [2, 2')
     damaged = read_run(directory)
-    assert "memory.json is damaged" in damaged.remarks[0] and "Memory of the ranks" not in page(
+    assert "memory.json is damaged" in damaged.remarks[0] and "Peak memory by rank" not in page(
         [damaged]
     )
     (directory / "memory.json").unlink()
-    assert read_run(directory).peaks is None and "1 GiB, rank 0" in page([read_run(directory)])
+    alone = read_run(directory)
+    assert alone.peaks is None and facts_of(directory)["peak memory"] == "1.00 GiB"
 
 
 def test_a_page_asks_nobody(tmp_path: Path) -> None:
@@ -133,7 +131,7 @@ def test_a_torn_last_line_is_told_and_left_out(tmp_path: Path) -> None:
     assert len(run.records) == 20
     (said,) = run.remarks
     assert (
-        "metrics.jsonl:21 is no whole record, the last: it was being written" in said
+        "metrics.jsonl:21: incomplete record, the last: still being written" in said
         and said in page([run])
     )
 
@@ -145,7 +143,7 @@ def test_a_damaged_line_in_the_middle_hides_no_other(tmp_path: Path) -> None:
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     run = read_run(directory)
     assert [each.step for each in run.records] == [step for step in range(1, 21) if step != 10]
-    assert run.remarks[0].endswith("metrics.jsonl:10 is no whole record; it is left out")
+    assert run.remarks == ("metrics.jsonl:10: incomplete record; left out",)
 
 
 @pytest.mark.parametrize("times", [long_row(5), pytest.param(40, marks=pytest.mark.torture)])
@@ -217,7 +215,7 @@ def test_a_run_without_a_step_is_a_page(tmp_path: Path) -> None:
     text = page([run])
     for said in (
         "No step was taken yet",
-        "none yet of 100",
+        "0 of 100",
         "simulated, in ticks",
         "No checkpoint yet",
     ):
@@ -226,8 +224,8 @@ def test_a_run_without_a_step_is_a_page(tmp_path: Path) -> None:
         make_run(tmp_path / "one", 0, traced=False, parallel={"dp": 1, "pp": 1, "tp": 1}, starts=())
     )
     text = page([alone])
-    assert "The schedule" not in text and "It was never started" in text
-    assert "None of them has taken a step yet" in page([run, alone])
+    assert "Pipeline schedule" not in text and "The run was never started" in text
+    assert "None of the runs has taken a step yet" in page([run, alone])
 
 
 def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None:
@@ -256,16 +254,18 @@ def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None
         and second.repeated == ()
     )
     curves = {curve.name: curve for curve in loss_curves(run)}
-    assert [x for x, _ in curves["repeated"].points] == [7, 8, 9, 10]
+    assert [x for x, _ in curves["repeated after a restart"].points] == [7, 8, 9, 10]
     assert [y for _, y in curves["training"].points][-2:] == [1.0, 1.0]
     assert [mark.x for mark in marks_of(run)] == [6]
     text = page([run])
     assert "pp4 dp2 tp1 (changed)" in text and "7 – 10" in text
     lost = sum(each.step_s for each in first.repeated)
     share = lost / (lost + sum(each.step_s for each in run.records))
-    assert dict(time_totals(run))["steps repeated after a restart"].endswith(
-        f": {share:.1%} of the time"
-    )
+    (notice,) = notices(run)
+    assert (notice.level, notice.title) == ("warning", "1 restart")
+    assert "4 steps repeated after a restart" in notice.text
+    assert f": {share:.1%} of the step time." in notice.text
+    assert notice.text.endswith("Layouts: pp2 dp2 tp2, then pp4 dp2 tp1.")
 
 
 def test_steps_that_overlap_in_the_file_count_once(tmp_path: Path) -> None:
@@ -287,8 +287,10 @@ def test_what_is_not_finite_is_a_gap_and_a_mark(tmp_path: Path) -> None:
 
     run = read_run(make_run(tmp_path / "demo", 20, change=change))
     assert [x for x, y in points(run.records, LOSS) if math.isnan(y)] == [7, 8]
-    assert [(mark.x, mark.bad) for mark in marks_of(run)] == [(7, True), (8, True)]
-    assert dict(time_totals(run))["steps skipped for NaN/Inf"] == "2"
+    assert [(mark.x, mark.kind) for mark in marks_of(run)] == [(7, "bad"), (8, "bad")]
+    (notice,) = notices(run)
+    assert (notice.level, notice.title) == ("warning", "2 steps skipped for NaN/Inf")
+    assert notice.text == "The weights are unchanged by steps 7-8."
 
 
 def status(step: int, **changes: object) -> Status:
@@ -304,15 +306,17 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path) -> None:
     place = directory / "status.json"
     place.write_text(status(20).model_dump_json())
     live = read_run(directory)
-    assert live.is_live and '<span class="live">training</span>' in page([live])
+    assert live.is_live and live.state.text.endswith(", training")
+    assert '<span class="state running">' in page([live])
     place.write_text(status(20, at_s=time.time() - 3600).model_dump_json())
     silent = read_run(directory)
-    assert not silent.is_live and silent.state.startswith("silent for ")
+    assert not silent.is_live and ", silent for " in silent.state.text
     place.write_text(
         status(20, ended={"how": "failed", "message": "rank 3: <out of memory>"}).model_dump_json()
     )
     text = page([read_run(directory)])
-    assert "rank 3: &lt;out of memory&gt;" in text and 'class="live"' not in text
+    assert "rank 3: &lt;out of memory&gt;" in text and 'class="state failed"' in text
+    assert 'class="state running"' not in text
 
 
 def test_what_cannot_be_read_is_a_remark(tmp_path: Path) -> None:
@@ -347,22 +351,19 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     )
     runs = [read_run(each) for each in (one, other)]
     rows = {row[0]: row[1:] for row in differences(runs)}
-    assert rows["optimizer.learning_rate"] == ("0.0003", "0.001") and rows["parallel.pp"] == (
-        "2",
-        "4",
-    )
+    assert rows["optimizer.learning_rate"] == ([("0.0003", False), ("0.001", True)],)
+    assert rows["parallel.pp"] == ([("2", False), ("4", True)],)
     assert "run.directory" not in rows and "train.steps" not in rows
     text = page(runs)
     for said in (
         str(one),
         str(other),
-        "Loss by tokens",
-        "Validation loss by step",
+        "Validation loss",
         "60 of 100",
         "40 of 100",
     ):
         assert said in text, said
-    assert text.count('<details class="several">') == 2
+    assert text.count('<details class="run">') == 2
 
 
 def test_a_mixture_of_experts_is_described_in_words(tmp_path: Path) -> None:
@@ -380,9 +381,9 @@ def test_a_mixture_of_experts_is_described_in_words(tmp_path: Path) -> None:
         "Dropped choices",
     )
     alone = page([mixture])
-    assert all(title in alone for title in titles) and "<b>experts/" not in alone
-    assert "Load of the busiest expert by step" in page([mixture, dense])
-    assert "busiest" not in page([dense]) and "busiest" not in page(
+    assert all(title in alone for title in titles) and ">experts/" not in alone
+    assert "Load of the busiest expert" in page([mixture, dense])
+    assert "Load of the busiest" not in page([dense]) and "Load of the busiest" not in page(
         [dense, read_run(make_run(tmp_path / "b", 20))]
     )
 
@@ -390,12 +391,15 @@ def test_a_mixture_of_experts_is_described_in_words(tmp_path: Path) -> None:
 def test_many_starts_and_checkpoints_are_shortened(tmp_path: Path) -> None:
     starts = tuple((step, Grid(pp=2, dp=2, tp=2)) for step in range(0, 100))
     text = page([read_run(make_run(tmp_path / "demo", 100, starts=starts, traced=False))])
-    assert text.count("pp2 dp2 tp2</td>") == MAX_ROWS and "<td>…</td>" in text
+    assert text.count("pp2 dp2 tp2</td>") == MAX_ROWS and ">…</th>" in text
 
 
 def test_ten_thousand_steps_are_a_small_file(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "demo", 10_000, train={"steps": 10_000}, saved=(10_000,))
-    assert len(page([read_run(directory)]).encode()) < 250_000
+    assert len(page([read_run(directory)]).encode()) < 200_000
+    assert (
+        len(page([read_run(make_mixture_run(tmp_path / "mixture", 300, 256))]).encode()) < 200_000
+    )
 
 
 def test_a_schedule_of_many_boxes_is_text(tmp_path: Path) -> None:
@@ -473,7 +477,7 @@ def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def facts_of(directory: Path) -> dict[str, str]:
-    return dict(facts(read_run(directory)))
+    return {fact.name: fact.text for fact in key_figures(read_run(directory))}
 
 
 def test_what_an_old_layout_needed_is_not_shown_as_the_present_one(tmp_path: Path) -> None:
@@ -483,10 +487,10 @@ def test_what_an_old_layout_needed_is_not_shown_as_the_present_one(tmp_path: Pat
     old, new = Grid(pp=2, dp=2, tp=2), Grid(pp=4, dp=2)
     directory = make_run(tmp_path / "unstarted", starts=((0, old), (100, new)))
     make_peaks(directory, 100, old)
-    assert not {"memory", "throughput"} & facts_of(directory).keys(), (
+    assert not {"peak memory", "throughput"} & facts_of(directory).keys(), (
         "no step on the present layout yet"
     )
-    assert memory_of(read_run(directory)) is None and "Memory of the ranks" not in page(
+    assert memory_of(read_run(directory)) is None and "Peak memory by rank" not in page(
         [read_run(directory)]
     )
 
@@ -497,15 +501,13 @@ def test_what_an_old_layout_needed_is_not_shown_as_the_present_one(tmp_path: Pat
 
     directory = make_run(tmp_path / "resumed", starts=((0, old), (60, new)), change=heavy_and_slow)
     shown = facts_of(directory)
-    assert shown["memory"] == "1.3 GiB, rank 7, at the peak" and shown["throughput"].startswith(
-        "40,960 tokens/s, 0.2"
-    )
-    assert "The layout was pp2 dp2 tp2 then." in page([read_run(directory)])
+    assert shown["peak memory"] == "1.30 GiB" and shown["throughput"] == "40,960 tokens/s"
+    assert "It was traced on pp2 dp2 tp2." in page([read_run(directory)])
     same = make_run(tmp_path / "same", starts=((0, old), (60, old)), change=heavy_and_slow)
-    assert facts_of(same)["memory"].startswith("9 GiB"), (
+    assert facts_of(same)["peak memory"] == "9.00 GiB", (
         "another start of one layout is no other layout"
     )
-    assert "The layout was" not in page([read_run(same)])
+    assert "It was traced on" not in page([read_run(same)])
     cp = Grid(pp=2, dp=2, cp=2)
     longer = make_run(tmp_path / "cp", starts=((0, old), (100, cp)))
     make_peaks(longer, 100, Grid(pp=2, dp=2, tp=2))
@@ -542,17 +544,9 @@ def test_the_placement_is_drawn(tmp_path: Path) -> None:
         [["a", True]],
     ):
         starts.write_text(json.dumps(line | {"ranks_on": damaged}) + "\n")
-        assert "<pre>pp 2 x dp 2 x tp 2 = 8 ranks" in page([read_run(directory)]), damaged
-
-
-def test_the_x_axis_says_what_it_is(tmp_path: Path) -> None:
-    run, other = (read_run(make_run(tmp_path / name)) for name in ("demo", "other"))
-    names = [json.loads(each.data)["x"] for each in of_run(run)]
-    assert len(names) > 3 and set(names) == {"step"}
-    together = comparison_charts([run, other], ["demo", "other"])
-    assert [json.loads(each.data)["x"] for each in together] == [
-        "step", "tokens", "step", "tokens", "step", "step",
-    ]  # fmt: skip
+        assert '<pre tabindex="0">pp 2 x dp 2 x tp 2 = 8 ranks' in page([read_run(directory)]), (
+            damaged
+        )
 
 
 def test_recoveries_in_place_are_a_table_and_marks(tmp_path: Path) -> None:
@@ -578,11 +572,10 @@ def test_recoveries_in_place_are_a_table_and_marks(tmp_path: Path) -> None:
     (directory / "recoveries.jsonl").write_text(text + "\n")
     run = read_run(directory)
     assert [each.step for each in run.recoveries] == [11, None, None]
-    assert [(mark.x, mark.name) for mark in marks_of(run)] == [(10, "a recovery"), (25, "a start")]
+    assert [(mark.x, mark.name) for mark in marks_of(run)] == [(10, "recovery"), (25, "restart")]
     assert len(run.remarks) == 1 and "recoveries.jsonl:3 is damaged" in run.remarks[0]
     html = page([run])
     for cell in ("node7", "3.25", "2.75", "rank 3 was ended by &lt;b&gt;SIGKILL"):
         assert f">{cell}" in html, cell
-    assert "Recoveries in place" in html and "Recoveries in place" not in page(
-        [read_run(make_run(tmp_path / "other", 5))]
-    )
+    assert "3 recoveries in place" in html
+    assert notices(read_run(make_run(tmp_path / "other", 5))) == []

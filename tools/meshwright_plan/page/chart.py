@@ -21,6 +21,10 @@ from typing import NamedTuple
 from meshwright_plan.page.points import Point, columns, drawable
 
 NUM_COLOURS = 6
+INK = -1
+"""Colour of the page's text, for curves that stand beside those of a run."""
+MAX_LABELLED = 12
+"""Maximum number of curves whose last value is in the label of a chart."""
 LOG_FROM = 30.0
 """Ratio of the largest value to the median above which the y axis is logarithmic,
 if the chart allows it.
@@ -47,7 +51,7 @@ class Curve(NamedTuple):
     """(x, y) with rising x; a y that is not finite is a gap."""
     colour: int = 0
     look: str = ""
-    """Any of ``pale`` (behind others), ``lost`` (steps that a resume repeats), ``dots`` (if few),
+    """Any of ``pale`` (behind others), ``lost`` (steps that a restart repeats), ``dots`` (if few),
     ``mean`` (a running mean, left out while the page's script smooths), ``hidden`` (drawn only
     then), separated by blanks.
     """
@@ -60,12 +64,13 @@ class Mark(NamedTuple):
 
     x: float
     name: str
-    bad: bool = False
+    kind: str = ""
+    """``bad`` (a tick at the bottom), ``recovery``, or a line for anything else."""
 
     @property
     def look(self) -> str:
         """Class of its line and of its legend entry."""
-        return "mark bad" if self.bad else "mark"
+        return f"mark {self.kind}".strip()
 
 
 class Chart(NamedTuple):
@@ -73,6 +78,8 @@ class Chart(NamedTuple):
 
     title: str
     unit: str
+    label: str
+    """Description for screen readers, with the last value of each curve."""
     legend: tuple[tuple[str, str], ...]
     """(class, name) of each entry; empty for a single curve without marks."""
     data: str
@@ -83,7 +90,6 @@ def chart(
     quantity: Quantity,
     curves: Sequence[Curve],
     *,
-    x_name: str = "step",
     marks: Iterable[Mark] = (),
     levels: Iterable[tuple[float, str]] = (),
     legend: bool = True,
@@ -103,7 +109,6 @@ def chart(
     places = [x for curve in shown for x, _ in curve.points]
     marks = sorted(mark for mark in marks if min(places) <= mark.x <= max(places))
     data = {
-        "x": x_name,
         "curves": [_columns_of(curve) for curve in curves if curve.points],
         "marks": [[mark.x, mark.look] for mark in marks],
         "levels": [y for y, _ in levels],
@@ -111,7 +116,27 @@ def chart(
         "log": quantity.may_be_log and _needs_log(heights + [y for y, _ in levels]),
     }
     entries = _legend(shown, marks, levels) if legend else ()
-    return Chart(quantity.title, quantity.unit, entries, json.dumps(data, allow_nan=False))
+    label = _label(quantity, shown)
+    return Chart(quantity.title, quantity.unit, label, entries, json.dumps(data, allow_nan=False))
+
+
+def tone(colour: int) -> str:
+    """Return the classes of a colour: those after the last one come again, dashed."""
+    if colour < 0:
+        return "ink"
+    return f"c{colour % NUM_COLOURS}" + f" d{colour // NUM_COLOURS % 3}" * (colour >= NUM_COLOURS)
+
+
+def _label(quantity: Quantity, curves: Sequence[Curve]) -> str:
+    """Describe a chart by the last finite value of its curves."""
+    last = []
+    for curve in curves:
+        finite = [(x, y) for x, y in curve.points if math.isfinite(y)]
+        if finite and "lost" not in curve.look and "pale" not in curve.look:
+            last.append(f"{curve.name} {finite[-1][1]:.5g} at step {finite[-1][0]:,}")
+    title = f"{quantity.title}{f' ({quantity.unit})' if quantity.unit else ''}"
+    more = f", and {len(last) - MAX_LABELLED} more curves" if len(last) > MAX_LABELLED else ""
+    return f"{title}: {', '.join(last[:MAX_LABELLED])}{more}"
 
 
 def _needs_log(heights: Sequence[float]) -> bool:
@@ -121,7 +146,7 @@ def _needs_log(heights: Sequence[float]) -> bool:
 
 
 def _columns_of(curve: Curve) -> dict[str, object]:
-    look = {"name": curve.name, "colour": curve.colour % NUM_COLOURS, "look": curve.look}
+    look = {"name": curve.name, "tone": tone(curve.colour), "look": curve.look}
     return {**look, "run": curve.run, **columns(curve.points)}
 
 
@@ -131,7 +156,7 @@ def _legend(
     """Return (class, name) of the entries, each name once; none if fewer than two."""
     named = {curve.name: curve for curve in curves if curve.name and curve.points}
     entries = [
-        *((f"{curve.look} c{curve.colour % NUM_COLOURS}", name) for name, curve in named.items()),
+        *((f"{curve.look} {tone(curve.colour)}".strip(), name) for name, curve in named.items()),
         *dict.fromkeys((mark.look, mark.name) for mark in marks),
         *(("level", name) for _, name in levels),
     ]

@@ -30,6 +30,7 @@ _FONTS = re.compile(r"font-family: [^;\"]*")
 _NAMED_GROUP = re.compile(r'<g id="[^"]*"')
 _INDENT = re.compile(r"\s*\n\s*")
 _BOX = re.compile(r'<g id="panel\d+-(rank\d+)-([^"]+)">')
+_ID = re.compile(r'(\bid="|url\(#|href="#)')
 _WIDTH = re.compile(r'<svg [^>]*?width="([\d.]+)pt"')
 LARGEST = 1.5
 """Largest enlargement of a picture on a wide screen."""
@@ -47,8 +48,11 @@ def render(template: Path, **values: Any) -> str:
     return environment.get_template(template.name).render(**values)
 
 
-def svg_of(drawn: Figure, title: str) -> str:
+def svg_of(drawn: Figure, title: str, prefix: str = "") -> str:
     """Return a figure as SVG text for use inside a page; ``title`` is its label for screen readers.
+
+    ``prefix`` begins the names inside it. Pictures of one page must not share names: what is named
+    in a folded section is not drawn, such as the hatching of a box.
 
     It is never shrunk, so that its smallest letters stay readable: on a narrow screen it scrolls in
     its frame. A box of a schedule has a tooltip with its rank and action.
@@ -69,6 +73,7 @@ def svg_of(drawn: Figure, title: str) -> str:
         "<g", _FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", text)
     )
     text = _TAG.sub(lambda tag: tag[0].replace(TEXT, f"var(--on-paper, {TEXT})"), text)
+    text = _TAG.sub(lambda tag: _ID.sub(rf"\1{prefix}", tag[0]), text)
     text = _with_classes(_INDENT.sub(" ", text))
     found = _WIDTH.search(text)
     assert found is not None, text[:200]

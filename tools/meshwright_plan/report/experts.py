@@ -4,11 +4,13 @@ from ``expert-load.jsonl``.
 
 from __future__ import annotations
 
+import json
+import sys
+from array import array
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-from markupsafe import Markup, escape
 
 from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.tracking.record import EXPERT_LOAD
@@ -17,8 +19,8 @@ MAX_LAYERS, MAX_STEPS, MAX_ROWS = 6, 60, 32
 """Maximum number of layers, columns and rows of the maps.
 A row of several experts shows the one with most tokens.
 """
-CELL = 9
-"""Height of a cell in pixels; its width follows from the page."""
+FINEST = 100
+"""Loads are written in units of a hundredth of the mean, up to the largest of 16 bits."""
 MAX_COUNT = 2**53
 
 
@@ -26,11 +28,15 @@ class HeatMap(NamedTuple):
     """Map of one layer."""
 
     title: str
-    picture: Markup
+    label: str
+    """Description for screen readers, with the busiest expert of the last step."""
+    rows: int
     last_expert: int
     """Label of the lowest row; that of the highest is 0."""
-    steps: tuple[int, int]
-    """Labels of the first and the last column."""
+    steps: list[int]
+    """Step of each column."""
+    data: str
+    """Experts, experts of a row, steps and loads as JSON."""
 
 
 def read_loads(run: Path) -> dict[int, dict[str, list[int]]]:
@@ -85,34 +91,28 @@ def heat_maps(run: Path) -> list[HeatMap]:
             (step, load[name]) for step, load in loads.items() if len(load.get(name, [])) > 0
         ]
         columns = [columns[at] for at in evenly([step for step, _ in columns], MAX_STEPS)]
-        num_experts, steps = len(columns[0][1]), (columns[0][0], columns[-1][0])
-        title = f"{name}: {num_experts} experts, steps {steps[0]} to {steps[1]}"
-        maps.append(HeatMap(title, _draw(title, columns), num_experts - 1, steps))
+        maps.append(_map(name, columns))
     return maps
 
 
-def _draw(title: str, columns: Sequence[tuple[int, list[int]]]) -> Markup:
-    """Return an SVG: a column for each step, a row for each expert;
-    the mean load has half of the full colour.
-    """
-    num_experts = len(columns[0][1])
+def _map(name: str, columns: Sequence[tuple[int, list[int]]]) -> HeatMap:
+    """Return a map with a column for each step, and a row for each expert or few neighbours."""
+    num_experts, steps = len(columns[0][1]), [step for step, _ in columns]
     group = -(-num_experts // MAX_ROWS)
     rows = -(-num_experts // group)
-    cells = []
-    for x, (step, counts) in enumerate(columns):
+    loads = array("H")
+    for _, counts in columns:
         mean = max(1e-9, sum(counts) / len(counts))
-        for y in range(rows):
-            of_row = counts[y * group : (y + 1) * group]
-            load = max(of_row, default=0) / mean
-            expert = y * group + (of_row.index(max(of_row)) if of_row else 0)
-            hint = f"step {step}, expert {expert}: {load:.2f} x mean"
-            cells.append(
-                f'<rect x="{x * CELL}" y="{y * CELL}" width="{CELL}" height="{CELL}" fill="#2f6fb0"'
-                f' fill-opacity="{min(1.0, load / 2):.2f}"><title>{hint}</title></rect>'
-            )
-    width, height = len(columns) * CELL, rows * CELL
-    head = (
-        f'<svg role="img" aria-label="{escape(title)}" height="{height}"'
-        ' preserveAspectRatio="none" '
+        of_rows = (counts[row * group : (row + 1) * group] for row in range(rows))
+        loads.extend(min(2**16 - 1, round(FINEST * max(few, default=0) / mean)) for few in of_rows)
+    if sys.byteorder == "big":
+        loads.byteswap()
+    packed = b64encode(loads.tobytes()).decode()
+    data = {"experts": num_experts, "group": group, "steps": steps, "loads": packed}
+    title, last = f"{name}: {num_experts} experts", columns[-1][1]
+    share = max(last) * len(last) / max(1, sum(last))
+    label = (
+        f"Heat map of {title}, steps {steps[0]} to {steps[-1]}. At the last one expert"
+        f" {last.index(max(last))} is the busiest, with {share:.2f} x the mean"
     )
-    return Markup(f'{head}viewBox="0 0 {width} {height}">{"".join(cells)}</svg>')
+    return HeatMap(title, label, rows, num_experts - 1, steps, json.dumps(data))

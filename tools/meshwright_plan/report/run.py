@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from meshwright.config import Data, RunConfig, parse
 from meshwright.data import fingerprint
@@ -84,6 +84,16 @@ class Attempt(NamedTuple):
         )
 
 
+class RunState(NamedTuple):
+    """State of a run as its status file has it."""
+
+    name: Literal["running", "finished", "stopped", "failed", "no heartbeat", "unknown"]
+    text: str
+    """Since when, and in which phase; of an end its time."""
+    message: str = ""
+    """Message of a run that was stopped or has failed."""
+
+
 @dataclass(frozen=True)
 class RunContents:
     """Contents of a run directory, as far as they could be read."""
@@ -102,8 +112,7 @@ class RunContents:
     checkpoints: tuple[CheckpointInfo, ...]
     """Checkpoints, oldest first."""
     trace: LoadedTrace | None
-    state: str
-    is_live: bool
+    state: RunState
     placement: str
     """Placement of the ranks as text."""
     grid: Grid | None
@@ -122,16 +131,29 @@ class RunContents:
     """Messages about files that could not be read."""
 
     @property
+    def is_live(self) -> bool:
+        """True while the run trains."""
+        return self.state.name == "running"
+
+    @property
+    def recovered_steps(self) -> set[int]:
+        """Steps after which a start was a recovery in place."""
+        return {each.step - 1 for each in self.recoveries if each.step}
+
+    @property
     def layout(self) -> str:
-        """Layout of the last start, such as ``pp2 dp2 tp2``."""
-        return self.attempts[-1].layout if self.attempts else "?"
+        """Layout of the last start that has one, such as ``pp2 dp2 tp2``."""
+        known = (attempt.layout for attempt in reversed(self.attempts) if attempt.layout != "?")
+        return next(known, "?")
 
     @property
     def present(self) -> tuple[StepRecord, ...]:
         """Records of the steps taken on the present layout: those of the last starts,
         as long as they agree on it.
         """
-        starts = takewhile(lambda attempt: attempt.layout == self.layout, reversed(self.attempts))
+        starts = takewhile(
+            lambda attempt: attempt.layout in (self.layout, "?"), reversed(self.attempts)
+        )
         numbers = {attempt.number for attempt in starts}
         return tuple(record for record in self.records if record.restarts in numbers)
 
@@ -173,7 +195,6 @@ def read_run(place: Path) -> RunContents:
     records = tuple(kept[step] for step in sorted(kept))
     attempts = _attempts(directory / STARTS, records, list(repeated.values()), remarks)
     grid, nodes = _nodes(attempts, config)
-    state, is_live = _state(directory, remarks)
     return RunContents(
         directory=directory,
         name=real_path(directory).name,
@@ -184,15 +205,14 @@ def read_run(place: Path) -> RunContents:
         recoveries=_recoveries(directory, remarks),
         checkpoints=read_checkpoints(directory / "checkpoints", remarks),
         trace=_trace(directory, remarks),
-        state=state,
-        is_live=is_live,
+        state=_state(directory, attempts, remarks),
         placement=_text(directory / PLACEMENT),
         grid=grid,
         nodes=nodes,
         hang=_text(directory / "hang" / "report.txt"),
         peaks=_peaks(directory, attempts, remarks),
         unigram_entropy=None if resolved is None else _unigrams(resolved.data),
-        remarks=tuple(remarks[:MAX_REMARKS]),
+        remarks=_shortened(remarks, directory),
     )
 
 
@@ -234,14 +254,14 @@ def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
     except OSError as error:
         remarks.append(f"{path} cannot be read: {error.strerror}")
     except ValueError as error:
-        remarks.append(f"{path}: {error}; it and the lines after it are left out")
+        remarks.append(f"{path}: {error}; left out, with the lines after it")
     for line_number in damaged:
         end = (
-            ", the last: it was being written, or its writer was killed"
+            ", the last: still being written, or its writer was killed"
             if line_number == number
             else ""
         )
-        remarks.append(f"{path}:{line_number} is no whole record{end}; it is left out")
+        remarks.append(f"{path}:{line_number}: incomplete record{end}; left out")
     return records
 
 
@@ -253,7 +273,7 @@ def _attempts(
         try:
             start = parse_json(line)
         except ValueError:
-            remarks.append(f"{starts}:{number} is damaged, and left out")
+            remarks.append(f"{starts}:{number} is damaged; left out")
             start = {}
         lines.append(start if isinstance(start, dict) else {})
     kept_by_start: dict[int, list[StepRecord]] = defaultdict(list)
@@ -300,15 +320,22 @@ def _trace(directory: Path, remarks: list[str]) -> LoadedTrace | None:
         return None
 
 
-def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
+def _state(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> RunState:
     if not (directory / STATUS).is_file():
-        return "no status.json: its state is unknown", False
+        return RunState("unknown", "there is no status.json")
     try:
-        found = run_state(read_status(directory / STATUS))
+        status = read_status(directory / STATUS)
     except DataError as error:
         remarks.append(str(error))
-        return "its status.json is damaged", False
-    return found.text, found.is_live
+        return RunState("unknown", "status.json is damaged")
+    started = (
+        f"started {str(attempts[-1].start.get('at', '?'))[:16]}" if attempts else "not started"
+    )
+    if status.ended is not None:
+        ended = f"{started}, {status.ended.how} {clock(status.at_s)}"
+        return RunState(status.ended.how, ended, status.ended.message)
+    found = run_state(status)
+    return RunState("running" if found.is_live else "no heartbeat", f"{started}, {found.text}")
 
 
 def _peaks(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> Peaks | None:
@@ -368,6 +395,13 @@ def _unigrams(data: Data) -> float | None:
     if known is None or corpus.name not in known.splits:
         return None
     return known.unigram_baseline_nats(corpus.name)
+
+
+def _shortened(remarks: Sequence[str], directory: Path) -> tuple[str, ...]:
+    """Return the first remarks with paths relative to the run, and the number of the others."""
+    near = [remark.replace(f"{directory}/", "") for remark in remarks[:MAX_REMARKS]]
+    more = len(remarks) - MAX_REMARKS
+    return (*near, f"and {more:,} more") if more > 0 else tuple(near)
 
 
 def _text(path: Path) -> str:
