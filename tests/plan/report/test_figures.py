@@ -192,7 +192,7 @@ def oklab(rgb: list[float]) -> LINEAR:
 
 
 def palettes() -> list[dict[str, str]]:
-    """The colours of the page by day and in the dark, as its style has them."""
+    """Return the colours of the page by day and in the dark, as its style has them."""
     blocks = re.findall(r":root \{([^}]*)\}", TEMPLATE.read_text())
     return [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in blocks]
 
