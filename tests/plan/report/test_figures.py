@@ -17,7 +17,7 @@ from meshwright.mesh.grid import Grid
 from meshwright_plan.report.figures import Cell, compared_figures, key_figures, layout_of
 from meshwright_plan.report.notices import notices
 from meshwright_plan.report.page import TEMPLATE, short_value
-from meshwright_plan.report.run import MAX_REMARKS, RunState, read_run
+from meshwright_plan.report.run import MAX_REMARKS, ReportedState, read_run
 from tests.plan.report.builders import make_run
 
 
@@ -45,7 +45,7 @@ def test_the_strip_has_the_newest_of_all(tmp_path: Path) -> None:
 
 def test_a_live_run_has_its_time_left(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "demo", 40, change=lambda step: {"step_s": 60.0}))
-    live = replace(run, state=RunState("running", "since today"))
+    live = replace(run, state=ReportedState("running", "since today"))
     (step, *_) = key_figures(live)
     until = time.strftime("%Y-%m-%d %H:", time.localtime(time.time() + 3600))
     assert step.note.startswith(f"40%, 1:00:00 left, until about {until}")
@@ -192,7 +192,7 @@ def oklab(rgb: list[float]) -> LINEAR:
 
 
 def palettes() -> list[dict[str, str]]:
-    """The colours of the page by day and in the dark, as its style has them."""
+    """Return the colours of the page by day and in the dark, as its style has them."""
     blocks = re.findall(r":root \{([^}]*)\}", TEMPLATE.read_text())
     return [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in blocks]
 

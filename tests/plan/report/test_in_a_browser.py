@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.mesh.grid import Grid
 from meshwright_plan.report.page import page
-from meshwright_plan.report.run import RunState, read_run
+from meshwright_plan.report.run import ReportedState, read_run
 from tests.plan.report.builders import make_mixture_run, make_run
 from tests.support.chromium import CHROMIUM, Browser
 
@@ -460,7 +460,7 @@ def test_motion_and_print(browser: Browser, tmp_path: Path) -> None:
     and everything unfolded.
     """
     directory = make_run(tmp_path / "demo", 20)
-    run = replace(read_run(directory), state=RunState("running", "since today"))
+    run = replace(read_run(directory), state=ReportedState("running", "since today"))
     (tmp_path / "page.html").write_text(page([run]))
     for motion, name in (("no-preference", "beat"), ("reduce", "none")):
         browser.opened(tmp_path / "page.html", DESK)

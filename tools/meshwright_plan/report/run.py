@@ -84,7 +84,7 @@ class Attempt(NamedTuple):
         )
 
 
-class RunState(NamedTuple):
+class ReportedState(NamedTuple):
     """State of a run as its status file has it."""
 
     name: Literal["running", "finished", "stopped", "failed", "no heartbeat", "unknown"]
@@ -112,7 +112,7 @@ class RunContents:
     checkpoints: tuple[CheckpointInfo, ...]
     """Checkpoints, oldest first."""
     trace: LoadedTrace | None
-    state: RunState
+    state: ReportedState
     placement: str
     """Placement of the ranks as text."""
     grid: Grid | None
@@ -320,22 +320,22 @@ def _trace(directory: Path, remarks: list[str]) -> LoadedTrace | None:
         return None
 
 
-def _state(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> RunState:
+def _state(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> ReportedState:
     if not (directory / STATUS).is_file():
-        return RunState("unknown", "there is no status.json")
+        return ReportedState("unknown", "there is no status.json")
     try:
         status = read_status(directory / STATUS)
     except DataError as error:
         remarks.append(str(error))
-        return RunState("unknown", "status.json is damaged")
+        return ReportedState("unknown", "status.json is damaged")
     started = (
         f"started {str(attempts[-1].start.get('at', '?'))[:16]}" if attempts else "not started"
     )
     if status.ended is not None:
         ended = f"{started}, {status.ended.how} {clock(status.at_s)}"
-        return RunState(status.ended.how, ended, status.ended.message)
+        return ReportedState(status.ended.how, ended, status.ended.message)
     found = run_state(status)
-    return RunState("running" if found.is_live else "no heartbeat", f"{started}, {found.text}")
+    return ReportedState("running" if found.is_live else "no heartbeat", f"{started}, {found.text}")
 
 
 def _peaks(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> Peaks | None:
