@@ -20,8 +20,6 @@ from meshwright_launch.agent import Agent
 from meshwright_launch.coordinator import (
     LEAVE_S,
     Coordinator,
-    Node,
-    OwnLink,
     RankFault,
     RankRecovery,
 )
@@ -30,6 +28,7 @@ from meshwright_launch.mirror_place import MirrorPlace
 from meshwright_launch.node_link import End, Hello, LinkLost, NodeLink
 from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_ranks import NodeRanks, SignalForwarder
+from meshwright_launch.node_table import Node, NodeTable, OwnLink
 from meshwright_launch.nodes import run_work
 from meshwright_launch.recovery_notes import note_store
 
@@ -55,7 +54,8 @@ class Setting:
         ranks = NodeRanks(run_work, config, directory, signals, [])
         own = Node(0, "n0", OwnLink(Agent(ranks, self.mirror, PLACE.num_ranks, PLACE)))
         store = (self.store, 1)
-        self.coordinator = Coordinator(config, PLACE, own, self.listener, store, self.mirror)
+        self.table = NodeTable(PLACE, own, self.listener, "digest")
+        self.coordinator = Coordinator(config, PLACE, self.table, store, self.mirror)
 
     def connect(self) -> NodeLink:
         return NodeLink(socket.create_connection(self.listener.getsockname()))
@@ -64,9 +64,9 @@ class Setting:
         """Send the first message of an agent; return the answer, if it is refused."""
         link = self.connect()
         self.agents.append(link)
-        link.send(Hello(node=node, name=name, run=self.coordinator._digest))
+        link.send(Hello(node=node, name=name, run=self.table.run))
         for _ in range(5):
-            self.coordinator._listen(0.02)
+            self.table.listen(0.02)
         try:
             return [each for each in link.receive() if isinstance(each, End)]
         except LinkLost:
@@ -88,7 +88,7 @@ def test_two_nodes_of_one_name_are_refused(setting: Setting) -> None:
     assert "'n1' is refused" in answer.message and "set MESHWRIGHT_NODE" in answer.message
     (answer,) = setting.join(2, "n0")
     assert answer.exit_code == 2
-    assert setting.join(2, "n2") == [] and len(setting.coordinator._nodes) == 3
+    assert setting.join(2, "n2") == [] and len(setting.table.nodes) == 3
 
 
 def test_a_run_that_has_gone_on_is_repaired_again(
@@ -110,7 +110,7 @@ def test_a_run_that_has_gone_on_is_repaired_again(
 def test_new_processes_have_longer_than_a_step(setting: Setting) -> None:
     """They import first, and the file system may be slow."""
     coordinator = setting.coordinator
-    coordinator._blocks = [0, 0]
+    setting.table.blocks = [0, 0]
 
     def stuck_after(seconds: float) -> tuple[int, ...]:
         coordinator._recovery = RankRecovery(FAULT, (1,), time.monotonic() - seconds)
@@ -128,19 +128,19 @@ def test_new_processes_have_longer_than_a_step(setting: Setting) -> None:
 def test_a_connection_without_a_file_descriptor_waits(setting: Setting) -> None:
     """The turn goes on; the agent is accepted once there is one."""
     link = setting.connect()
-    link.send(Hello(node=1, name="n1", run=setting.coordinator._digest))
+    link.send(Hello(node=1, name="n1", run=setting.table.run))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
     try:
-        setting.coordinator._accept()
+        setting.table.accept()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(setting.coordinator._nodes) == 1
+    assert len(setting.table.nodes) == 1
     time.sleep(0.02)
-    setting.coordinator._accept()
-    assert len(setting.coordinator._nodes) == 2
+    setting.table.accept()
+    assert len(setting.table.nodes) == 2
 
 
 def test_a_signal_while_processes_are_replaced_is_kept(tmp_path: Path) -> None:
