@@ -7,6 +7,10 @@
     all ranks      rendezvous of generation 1, mesh, build, resume from the mirror, train
     coordinator    all ranks have taken a step: the recovery is complete, and recorded
 
+A lost node without a spare one leaves fewer replicas (replicas.py): all ranks start anew on the nodes that
+are left, with the largest dp that they hold, from the same mirror. When there are nodes for more again, the
+coordinator announces a planned change in the same way.
+
 A hang whose report names stuck ranks is a failure of these. What fails before a recovery is complete,
 or does not come in time, starts all ranks anew, from the same mirror. Each failure counts as one of
 ``launch.max_restarts``. After the last one, or three in a row at the same step, a failure is handled as
@@ -20,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -49,8 +53,9 @@ from meshwright_launch.node_link import (
 )
 from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_ranks import SHUTDOWN_S, UNKNOWN_EXIT, server_gone
-from meshwright_launch.node_table import Node, NodeTable
+from meshwright_launch.node_table import Node, NodeTable, choose_nodes
 from meshwright_launch.recovery_notes import PHASES, CoordinatorNotes
+from meshwright_launch.replicas import NoReplicas, ReplicaCounts, Replicas
 from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
 
 TOGETHER_S = 0.05
@@ -63,6 +68,8 @@ SPARE_GRACE_S = 10.0
 """Time to wait for the agents of further nodes once there are enough for all ranks."""
 REPLACED_EXIT_CODES = (1,)
 """Exit codes that a replacement may get past, besides deaths by a signal."""
+MAX_GROW_DOUBLINGS = 10
+"""Most doublings of the pause before the run grows, one for each time that it has failed to."""
 
 
 class RankFault(NamedTuple):
@@ -89,8 +96,29 @@ class RankRecovery:
     replaced: tuple[int, ...]
     """Ranks with new processes."""
     begun_s: float = field(default_factory=time.monotonic)
+    is_planned: bool = False
+    """Flag: nodes have come, and nothing has failed."""
     times: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds after ``begun_s`` when all ranks had completed it."""
+
+
+@dataclass
+class Growth:
+    """Pauses before a run with fewer replicas than configured grows again."""
+
+    pause_s: float
+    """``launch.grow_after_s``."""
+    changed_s: float = field(default_factory=time.monotonic)
+    """Time of the last change of the layout."""
+    num_failed: int = 0
+    """Times that the larger layout has failed before its first step."""
+    before: tuple[Replicas, list[int]] | None = None
+    """Layout and nodes to which a growth that fails goes back; None: none is under way."""
+
+    def is_due(self) -> bool:
+        """Return True if the pause is over. Nodes that come and go must not stop the run."""
+        doublings = min(self.num_failed, MAX_GROW_DOUBLINGS)
+        return time.monotonic() - self.changed_s >= self.pause_s * 2**doublings
 
 
 class Coordinator:
@@ -122,6 +150,16 @@ class Coordinator:
         """Exit of each rank's present process, if it has ended."""
         self._stopped: set[int] = set()
         self._recovery: RankRecovery | None = None
+        self._counts = ReplicaCounts(config, place)
+        self._replicas = self._counts.configured
+        """Layout in use."""
+        self._settled = self._replicas
+        """Layout of the last complete launch or recovery."""
+        self._growth = Growth(config.launch.grow_after_s)
+        self._ring: list[Node] = []
+        """Nodes whose ranks have taken the last step, in the order of the ranks: they hold its mirror."""
+        self._proven = {self._replicas.dp}
+        """Numbers of replicas with which the run has taken a step, and the configured one."""
         self._is_requested = False
         self._clears = False
 
@@ -145,8 +183,8 @@ class Coordinator:
             self._gather()
         else:
             self._mirror.generation += 1
-        self._recovery = None
-        self._replace_nodes()
+        self._recovery, self._growth.before = None, None
+        self._fit_nodes()
         self._order(range(self._num_ranks), is_recovery=False)
         try:
             while not self._have_all_ended():
@@ -180,6 +218,8 @@ class Coordinator:
             )
         elif self._recovery is not None:
             self._follow(self._recovery)
+        elif self._can_grow():
+            self._grow()
 
     def _have_all_ended(self) -> bool:
         return len(self._exits) == self._num_ranks and not any(
@@ -189,6 +229,10 @@ class Coordinator:
     def _have_met(self) -> bool:
         """Return True if all ranks have met since the start or the last fault."""
         return self._notes.count("groups") == self._num_ranks
+
+    def _have_stepped(self) -> bool:
+        """Return True if all ranks have taken a step since the start or the last fault."""
+        return self._notes.count("stepped") == self._num_ranks
 
     def _has_finished(self) -> bool:
         """Return True if some rank has ended the run."""
@@ -272,7 +316,11 @@ class Coordinator:
 
     def _can_repair(self, fault: RankFault) -> bool:
         """Return True if the ranks of a fault are to be replaced."""
-        if self._has_finished() or self._is_requested or not fault.is_transient:
+        if self._has_finished() or self._is_requested:
+            return False
+        if self._can_go_back():
+            return True
+        if not fault.is_transient:
             return False
         mirror = self._mirror
         futile = mirror.count_futile(mirror.newest_step())
@@ -283,6 +331,12 @@ class Coordinator:
         """Return the error of a run that ends by a fault, with what other ranks have reported
         meanwhile.
         """
+        if self._replicas.dp not in self._proven and not self._is_requested:
+            return NodesLost(
+                f"with dp {self._replicas.dp}, as many replicas as the nodes that are left hold, the run"
+                f" has taken no step: {fault.error}. The same command on enough nodes resumes it",
+                fault.error.rank,
+            )
         failed = [rank for rank in fault.ranks if rank in self._exits and self._exits[rank].code]
         if self._table.lost or not failed:
             return fault.error
@@ -309,26 +363,34 @@ class Coordinator:
         """Order new processes for the ranks of a fault, and announce the next generation.
 
         All ranks are replaced if some have not met since the start or the last recovery: they wait
-        in a rendezvous that nothing can end.
+        in a rendezvous that nothing can end; and in another layout.
 
         Raises:
-            NodesLost: no spare node is left for a lost one.
+            NodesLost: no spare node is left for a lost one, and no smaller layout is possible.
         """
-        mirror = self._mirror
+        begun_s, mirror = time.monotonic(), self._mirror
+        if self._can_go_back():
+            self._go_back(fault, begun_s)
+            return
         if fault.is_new:
             log_failure(fault.error, self._directory)
             mirror.count_failure(mirror.newest_step())
         is_partial = self._have_met() and self._recovery is None
-        replaced = fault.ranks if is_partial else tuple(range(self._num_ranks))
-        spares = self._replace_nodes()
-        how = "replaced in place" if is_partial else "all ranks start anew"
+        spares, change = self._fit_nodes()
+        replaced = fault.ranks if is_partial and not change else tuple(range(self._num_ranks))
+        how = "replaced in place" if is_partial and not change else "all ranks start anew"
         where = f" on {', '.join(spares)}" if spares else ""
+        where += f" with {change}" if change else ""
         tell(
             f"meshwright: {fault.what}; {how}{where}, recovery {mirror.recoveries} of {self._limit}"
         )
-        mirror.generation += 1
-        self._recovery = RankRecovery(fault, replaced)
-        self._order(replaced, is_recovery=True)
+        self._begin(RankRecovery(fault, replaced, begun_s))
+
+    def _begin(self, recovery: RankRecovery) -> None:
+        """Begin a recovery, or a planned change."""
+        self._mirror.generation += 1
+        self._recovery = recovery
+        self._order(recovery.replaced, is_recovery=True)
 
     def _follow(self, recovery: RankRecovery) -> None:
         """Note the phases that all ranks have completed; print and record a complete recovery."""
@@ -338,14 +400,25 @@ class Coordinator:
                     return
                 recovery.times[phase] = round(time.monotonic() - recovery.begun_s, 3)
         self._recovery = None
+        self._note_ring()
+        if self._growth.before is not None:
+            self._growth.before, self._growth.num_failed = None, 0
+        change, self._settled = self._settled.describe_change(self._replicas), self._replicas
+        if change:
+            self._growth.changed_s = time.monotonic()
         times = ", ".join(f"{phase} {value:.2f} s" for phase, value in recovery.times.items())
-        tell(f"meshwright: recovered: {times} after the failure was seen")
+        begin = "the nodes were there" if recovery.is_planned else "the failure was seen"
+        tell(
+            f"meshwright: {'grown' if recovery.is_planned else 'recovered'}: {times} after {begin}"
+        )
         line = {
             "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             "generation": self._mirror.generation,
             "what": recovery.fault.what,
             "nodes": recovery.fault.nodes,
             "replaced": len(recovery.replaced),
+            "change": change,
+            "planned": recovery.is_planned,
             "step": self._notes.first_step(),
             "detected_s": round(recovery.fault.detected_s, 3),
             **{f"{phase}_s": value for phase, value in recovery.times.items()},
@@ -354,23 +427,28 @@ class Coordinator:
             append_synced(self._directory / RECOVERIES, (json.dumps(line) + "\n").encode())
 
     def _order(self, ranks: Collection[int], is_recovery: bool) -> None:
-        """Order new processes for some ranks, and announce the generation to the others."""
-        generation = self._mirror.generation
+        """Order new processes for some ranks, and announce the generation to the others. With new
+        processes for all of them, nodes without ranks end those that they had.
+        """
+        generation, has_all = self._mirror.generation, len(ranks) == self._num_ranks
         for rank in ranks:
             self._exits.pop(rank, None)
             self._generation_of[rank] = generation
-        for index in dict.fromkeys(self._table.blocks):
-            own = self._table.ranks_of(index)
+        for number in [*self._table.blocks, *(self._table.spares() if has_all else ())]:
+            own = self._table.ranks_of(number)
             order = Order(
                 generation=generation,
                 port=self._port,
+                num_ranks=self._num_ranks,
                 ranks=tuple(own),
                 begin=tuple(rank for rank in own if rank in ranks),
                 is_recovery=is_recovery,
                 clears=self._clears,
             )
-            self._table.nodes[index].link.send(order)
-        self._notes.announce(generation, ranks, self._table.take_gone())
+            self._table.nodes[number].link.send(order)
+        # also ranks that the layout has no more
+        replaced = range(self._counts.configured.num_ranks) if has_all else ranks
+        self._notes.announce(generation, replaced, self._table.take_gone())
         self._clears = False
 
     # -----------------------------------------------------------------------------------------------------
@@ -411,22 +489,103 @@ class Coordinator:
             f"{self._place.port}?",
         )
 
-    def _replace_nodes(self) -> list[str]:
-        """Put a spare node in the place of each that is lost; return the names of these spares.
+    def _note_ring(self) -> None:
+        """Note the nodes that hold the mirror, once all ranks have taken a step on them."""
+        if self._have_stepped():
+            self._ring = [self._table.nodes[number] for number in self._table.blocks]
+            self._proven.add(self._replicas.dp)
+
+    def _fit_nodes(self) -> tuple[list[str], str]:
+        """Put a spare node in the place of each that is lost, or go on with fewer replicas. Return the
+        names of these spares, and what changes in the layout.
 
         Raises:
-            NodesLost: there are too few.
+            NodesLost: there are too few nodes for any permitted layout.
         """
+        self._note_ring()
         dead = self._table.lost_blocks()
-        if len(dead) > len(self._table.spares()):
+        if len(dead) <= len(self._table.spares()):
+            return self._table.replace_lost(), ""
+        try:
+            replicas = self._counts.find_most(len(self._table.alive()))
+        except NoReplicas as error:
             self._stop()
             names = ", ".join(self._table.nodes[number].name for number in dead)
             raise NodesLost(
-                f"{names} lost, and no spare node is left: the run ends. The same command on enough"
-                " nodes resumes from the newest checkpoint",
+                f"{names} lost, and no spare node is left: the run ends. It cannot go on with fewer"
+                f" replicas: {error}. The same command on enough nodes resumes from the newest"
+                " checkpoint",
                 self._table.ranks_of(dead[0])[0],
-            )
-        return self._table.replace_lost()
+            ) from None
+        return [], self._change_replicas(replicas)
+
+    def _change_replicas(self, replicas: Replicas, nodes: Sequence[int] = ()) -> str:
+        """Put the ranks of another layout on the nodes that are alive; return what changes.
+        ``nodes``: those to use; empty: such that the mirror is whole on them.
+        """
+        alive = self._table.alive()
+        ring = [node.number if node in alive else None for node in self._ring]
+        used_first = sorted(alive, key=lambda each: (each.number not in self._table.blocks, each))
+        chosen = nodes or choose_nodes(
+            ring, [each.number for each in used_first], self._counts.num_nodes(replicas)
+        )
+        change = self._replicas.describe_change(replicas)
+        self._table.place_ranks(chosen, replicas.num_ranks)
+        self._replicas = replicas
+        self._growth.changed_s = time.monotonic()
+        self._exits.clear()
+        self._generation_of.clear()
+        return change
+
+    # -----------------------------------------------------------------------------------------------------
+    # planned changes
+
+    def _can_grow(self) -> bool:
+        """Return True if a node waits, the run has taken a step, and the last change is long enough ago."""
+        is_smaller = self._replicas.dp < self._counts.configured.dp
+        if not (is_smaller and self._table.spares() and self._growth.is_due()):
+            return False
+        return self._have_stepped() and not self._is_requested and not self._has_finished()
+
+    def _grow(self) -> None:
+        """Start all ranks anew with more replicas, if the nodes hold them. No failure is counted."""
+        begun_s, before = time.monotonic(), (self._replicas, list(self._table.blocks))
+        try:
+            replicas = self._counts.find_most(len(self._table.alive()), above=self._replicas.dp)
+        except NoReplicas:
+            return
+        self._note_ring()
+        change = self._change_replicas(replicas)
+        self._growth.before = before
+        names = [
+            self._table.nodes[number].name
+            for number in self._table.blocks
+            if number not in before[1]
+        ]
+        what = f"node{'s' * (len(names) > 1)} {', '.join(names)} can take ranks"
+        tell(f"meshwright: {what}; all ranks start anew with {change}")
+        fault = RankFault((), what, RankFailed(what, 0), is_new=False, nodes=tuple(names))
+        ranks = tuple(range(self._num_ranks))
+        self._begin(RankRecovery(fault, ranks, begun_s, is_planned=True))
+
+    def _can_go_back(self) -> bool:
+        """Return True if a growth is under way, and the nodes from before it are there."""
+        if self._growth.before is None:
+            return False
+        alive = {node.number for node in self._table.alive()}
+        return alive.issuperset(self._growth.before[1])
+
+    def _go_back(self, fault: RankFault, begun_s: float) -> None:
+        """Give up a growth that has failed: a node that has come must not endanger the run. No failure
+        is counted, and the pause before the next growth is twice as long.
+        """
+        assert self._growth.before is not None
+        log_failure(fault.error, self._directory)
+        (replicas, nodes), self._growth.before = self._growth.before, None
+        self._growth.num_failed += 1
+        change = self._change_replicas(replicas, nodes)
+        tell(f"meshwright: {fault.what}; all ranks start anew as before, with {change}")
+        self._begin(RankRecovery(fault, tuple(range(self._num_ranks)), begun_s))
 
     # -----------------------------------------------------------------------------------------------------
     # messages

@@ -1,16 +1,21 @@
 """Table of a run's nodes: connections to their agents, the blocks of ranks on them, and spare ones.
 
-strangers     connections without a first message
-nodes         the first one, and each whose agent has sent a Hello
-blocks        node of each block of ranks; all others are spare
-lost          nodes of blocks whose agents are gone, until others take their places
+    strangers     connections without a first message
+    claims        connections of agents in the place of a node that may be gone
+    nodes         the first one, and each whose agent has sent a Hello
+    blocks        node of each block of ranks; all others are spare
+    lost          nodes of blocks whose agents are gone, until others take their places
+
+The first node always has a block: no step is complete without its ranks. So of a network in two halves, only the
+half with the first node goes on.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
@@ -42,6 +47,7 @@ class OwnLink:
     """The coordinator's connection to the agent of its own process: no connection at all."""
 
     silent_s = 0.0
+    num_reads = 0
 
     def __init__(self, agent: Agent) -> None:
         """Wrap an agent."""
@@ -86,6 +92,19 @@ class LostNode(NamedTuple):
     """Seconds from its last sign of life until the loss was noticed."""
 
 
+@dataclass
+class Claim:
+    """Hello of an agent in the place of a node that is there. It may have come back before its loss was
+    noticed: whose connection is alive decides.
+    """
+
+    hello: Hello
+    link: NodeLink
+    rival: Node
+    num_reads: int | None = None
+    """Reads from the other node when the hello had been taken in; None: this turn."""
+
+
 class NodeTable:
     """Nodes of a run, seen from the first one."""
 
@@ -111,6 +130,7 @@ class NodeTable:
         """Addresses of lost nodes, for the next announcement."""
         self._strangers: list[tuple[NodeLink, float]] = []
         """Connections without a first message, and the times when they came."""
+        self._claims: list[Claim] = []
         self._turn_s = time.monotonic()
 
     @property
@@ -175,6 +195,11 @@ class NodeTable:
                 self._gone.append(gone.address)
         self.lost.clear()
 
+    def place_ranks(self, nodes: Sequence[int], num_ranks: int) -> None:
+        """Put other numbers of ranks on other nodes; the rest become spare, and the lost are forgotten."""
+        self.forget_lost()
+        self.blocks, self.num_ranks = list(nodes), num_ranks
+
     def take_gone(self) -> list[str]:
         """Return the addresses of nodes that were lost since the last call."""
         gone, self._gone = self._gone, []
@@ -200,11 +225,15 @@ class NodeTable:
                 found += [(node, message) for message in node.link.receive()]
             except LinkLost as lost:
                 self._lose(node, LostNode(str(lost), silent_s))
+        for claim in self._claims:
+            if claim.num_reads is None:
+                claim.num_reads = claim.rival.link.num_reads
         return found
 
     def _links(self) -> Iterator[NodeLink | OwnLink]:
         yield from (each.link for each in self.alive())
         yield from (link for link, _ in self._strangers)
+        yield from (claim.link for claim in self._claims)
 
     def _lose(self, node: Node, lost: LostNode) -> None:
         """Note that a node is gone; a spare one is forgotten."""
@@ -238,6 +267,24 @@ class NodeTable:
                 self._welcome(first, link)
             elif first is not None or time.monotonic() - came_s > HELLO_S:
                 self._dismiss(stranger)
+        for claim in list(self._claims):
+            self._decide(claim)
+
+    def _decide(self, claim: Claim) -> None:
+        """Add the node of a claim once the other one is gone; refuse it once that has sent something."""
+        rival = claim.rival
+        try:
+            claim.link.receive()  # beats
+        except LinkLost:
+            self._claims.remove(claim)
+            claim.link.close()
+            return
+        if self.nodes.get(rival.number) is not rival:
+            self._claims.remove(claim)
+            self._welcome(claim.hello, claim.link)
+        elif claim.num_reads is not None and rival.link.num_reads > claim.num_reads:
+            self._claims.remove(claim)
+            self._refuse(claim.hello, claim.link, _why_taken(claim.hello, rival))
 
     def _dismiss(self, stranger: tuple[NodeLink, float]) -> None:
         self._strangers.remove(stranger)
@@ -245,28 +292,35 @@ class NodeTable:
 
     def _welcome(self, hello: Hello, link: NodeLink) -> None:
         """Add the node of an agent, as a spare one if the ranks have started; refuse another run's."""
-        why = ""
-        if hello.run != self.run:
+        rivals = [
+            each
+            for each in self.nodes.values()
+            if hello.node == each.number or hello.name == each.name
+        ]
+        if hello.run != self.run or not hello.node < self._place.num_nodes:
             why = "its configuration, or its number of nodes, ranks per node or spares, is another"
-        elif not 0 < hello.node < self._place.num_nodes or hello.node in self.nodes:
-            why = f"there is a node {hello.node} already"
-        elif any(hello.name == each.name for each in self.nodes.values()):
-            # ranks copy their state to ranks of nodes with another name
-            why = f"there is a node of this name already (set {NODE} to a name of its own)"
-        if why:
-            text = (
-                f"the agent of {hello.name!r} is refused by that of {self.nodes[0].name}: {why}. Start"
-                " the same command on all nodes, with another index on each"
-            )
-            tell(f"meshwright: {text}")
-            link.send(End(exit_code=2, message=text))
-            link.close()
-            return
-        self.nodes[hello.node] = Node(hello.node, hello.name, link, hello.address)
+            self._refuse(hello, link, why)
+        elif any(each.number == 0 for each in rivals):
+            self._refuse(hello, link, _why_taken(hello, self.nodes[0]))
+        elif rivals:
+            self._claims.append(Claim(hello, link, rivals[0]))
+        else:
+            self.nodes[hello.node] = Node(hello.node, hello.name, link, hello.address)
+
+    def _refuse(self, hello: Hello, link: NodeLink, why: str) -> None:
+        """Send an agent the reason why it is none of this run, and end the connection."""
+        text = (
+            f"the agent of {hello.name!r} is refused by that of {self.nodes[0].name}: {why}. Start"
+            " the same command on all nodes, with another index on each"
+        )
+        tell(f"meshwright: {text}")
+        link.send(End(exit_code=2, message=text))
+        link.close()
 
     def close(self, exit_code: int) -> None:
         """Send the end of the run to all agents, and wait until they have it."""
         links = [each.link for each in self.alive() if isinstance(each.link, NodeLink)]
+        links += [claim.link for claim in self._claims]
         for link in links:
             link.send(End(exit_code=exit_code))
         limit_s = time.monotonic() + 2 * SHUTDOWN_S
@@ -278,3 +332,32 @@ class NodeTable:
                 except LinkLost:
                     links.remove(link)
                     link.close()
+
+
+def _why_taken(hello: Hello, rival: Node) -> str:
+    """Return why an agent cannot be a node of the run beside another one."""
+    if hello.node == rival.number:
+        return f"there is a node {hello.node} already"
+    # ranks copy their state to ranks of nodes with another name
+    return f"there is a node of this name already (set {NODE} to a name of its own)"
+
+
+def choose_nodes(ring: Sequence[int | None], alive: Collection[int], count: int) -> list[int]:
+    """Return ``count`` of the nodes that are alive, the first node among them, in order: such that all
+    shards of the mirror lie on them, if so many suffice.
+
+    Args:
+        ring: nodes whose ranks have mirrored the last step, in the order of the ranks; None: one that is
+            gone since. Each holds its own shards and those of the node before it.
+        alive: in the order in which they are taken.
+    """
+    chosen = {0}
+    following = [*ring[1:], *ring[:1]]
+    for node, holder in zip(ring, following, strict=True):
+        if node not in chosen and holder not in chosen:
+            place = node if holder is None else holder  # the holder has the next shards too
+            chosen.update([] if place is None else [place])
+    if len(chosen) > count:
+        chosen = {0}  # the ranks find that the mirror is not whole, and resume from a checkpoint
+    others = [node for node in alive if node not in chosen]
+    return sorted([*chosen, *others[: count - len(chosen)]])

@@ -153,7 +153,7 @@ def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterato
         ranks = stack.enter_context(open_ranks(run_work, config, WORK))
         host = LOOPBACK if place.num_nodes == 1 else place.host
         store = open_ranks_store(store_listener, host, place.num_ranks)
-        agent = Agent(ranks, mirror, place.num_ranks, place)
+        agent = Agent(ranks, mirror, place)
         own = Node(0, node_name(), OwnLink(agent), own_address(place.host) or "")
         table = NodeTable(place, own, listener, digest(config, place))
         coordinator = Coordinator(config, place, table, store, mirror)
@@ -206,7 +206,7 @@ def _follow(config: RunConfig, place: NodePlace) -> int:
     mirror.open()
     make_logs(resolved)
     with open_ranks(run_work, resolved, WORK) as ranks, joined(resolved, place) as link:
-        code, message = serve(Agent(ranks, mirror, place.num_ranks, place), link)
+        code, message = serve(Agent(ranks, mirror, place), link)
     if message:
         tell(f"meshwright: error: {message}")
     return code
