@@ -226,6 +226,7 @@ class NodeTable:
             except LinkLost as lost:
                 self._lose(node, LostNode(str(lost), silent_s))
         for claim in self._claims:
+            claim.link.beat()
             if claim.num_reads is None:
                 claim.num_reads = claim.rival.link.num_reads
         return found
