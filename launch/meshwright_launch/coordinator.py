@@ -118,7 +118,8 @@ class Growth:
     def is_due(self) -> bool:
         """Return True if the pause is over. Nodes that come and go must not stop the run."""
         doublings = min(self.num_failed, MAX_GROW_DOUBLINGS)
-        return time.monotonic() - self.changed_s >= self.pause_s * 2**doublings
+        pause_s = self.pause_s * float(2**doublings)
+        return time.monotonic() - self.changed_s >= pause_s
 
 
 class Coordinator:
