@@ -50,13 +50,10 @@ CONNECT_PAUSE_S = 0.2
 class Agent:
     """Ranks of this node, as the coordinator orders them."""
 
-    def __init__(
-        self, ranks: NodeRanks, mirror: MirrorPlace, num_ranks: int, place: NodePlace
-    ) -> None:
-        """Begin without a rank. ``num_ranks``: those of the run."""
+    def __init__(self, ranks: NodeRanks, mirror: MirrorPlace, place: NodePlace) -> None:
+        """Begin without a rank."""
         self._ranks = ranks
         self._mirror = mirror
-        self._num_ranks = num_ranks
         self._place = place
         self._unstarted: list[NodeMessage] = []
         self._has_told = False
@@ -68,8 +65,8 @@ class Agent:
 
     def carry_out(self, order: Order) -> None:
         """Kill and fork processes. A rank that cannot be forked is reported as ended."""
-        # a restart too has steps in memory
-        is_recovering = order.is_recovery or order.generation > 0
+        # a restart too has steps in memory; a node without ranks has none to save
+        is_recovering = bool(order.ranks) and (order.is_recovery or order.generation > 0)
         with self._ranks.signals.changing(is_recovering):
             self._replace(order)
 
@@ -85,7 +82,7 @@ class Agent:
             on_node = order.ranks.index(rank), len(order.ranks)
             host, port = self._place.host, order.port
             rank_place = LocalRank(
-                rank, self._num_ranks, host, port, order.generation, path, on_node
+                rank, order.num_ranks, host, port, order.generation, path, on_node
             )
             try:
                 self._ranks.start(rank_place)

@@ -7,6 +7,10 @@
     all ranks      rendezvous of generation 1, mesh, build, resume from the mirror, train
     coordinator    all ranks have taken a step: the recovery is complete, and recorded
 
+A lost node without a spare one leaves fewer replicas (replicas.py): all ranks start anew on the nodes that
+are left, with the largest dp that they hold, from the same mirror. When there are nodes for more again, the
+coordinator announces a planned change in the same way.
+
 A hang whose report names stuck ranks is a failure of these. What fails before a recovery is complete,
 or does not come in time, starts all ranks anew, from the same mirror. Each failure counts as one of
 ``launch.max_restarts``. After the last one, or three in a row at the same step, a failure is handled as
@@ -19,21 +23,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig
 from meshwright.errors import DriftError, HangError, MissingRanksError
 from meshwright.run.directory import RECOVERIES, run_directory
 from meshwright.system.atomic import append_synced
-from meshwright.system.host import NODE
 from meshwright.terminal.output import abridge, tell
-from meshwright_launch.agent import Agent, digest
 from meshwright_launch.failure import (
     FailureRecord,
     NodesLost,
@@ -44,11 +44,7 @@ from meshwright_launch.failure import (
 from meshwright_launch.mirror_place import MirrorPlace
 from meshwright_launch.node_link import (
     BEAT_S,
-    End,
     Exit,
-    Hello,
-    LinkLost,
-    NodeLink,
     NodeMessage,
     Order,
     Signalled,
@@ -57,7 +53,9 @@ from meshwright_launch.node_link import (
 )
 from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_ranks import SHUTDOWN_S, UNKNOWN_EXIT, server_gone
+from meshwright_launch.node_table import Node, NodeTable, choose_nodes
 from meshwright_launch.recovery_notes import PHASES, CoordinatorNotes
+from meshwright_launch.replicas import NoReplicas, ReplicaCounts, Replicas
 from meshwright_launch.restarts import MAX_FUTILE_RESTARTS, log_failure
 
 TOGETHER_S = 0.05
@@ -68,54 +66,10 @@ LEAVE_S = 20.0
 """Time for the ranks to leave their step; those that do not are killed."""
 SPARE_GRACE_S = 10.0
 """Time to wait for the agents of further nodes once there are enough for all ranks."""
-HELLO_S = 10.0
-"""Time for a connection to send its first message."""
-MAX_STRANGERS = 64
-"""Most connections without a first message, besides those of the run's nodes."""
-TURN_S = 0.02
-"""Pause before messages are taken in: those of many nodes together."""
 REPLACED_EXIT_CODES = (1,)
 """Exit codes that a replacement may get past, besides deaths by a signal."""
-
-
-class OwnLink:
-    """The coordinator's connection to the agent of its own process: no connection at all."""
-
-    silent_s = 0.0
-
-    def __init__(self, agent: Agent) -> None:
-        """Wrap an agent."""
-        self.agent = agent
-
-    def send(self, message: NodeMessage) -> None:
-        """Carry out an order at once."""
-        if isinstance(message, Order):
-            self.agent.carry_out(message)
-        elif isinstance(message, Stop):
-            self.agent.stop()
-
-    def receive(self) -> list[NodeMessage]:
-        """Return what has happened to the ranks."""
-        return self.agent.take_reports()
-
-    def beat(self) -> None:
-        """Send nothing: there is one process."""
-
-    def count_silence(self, turn_s: float) -> None:
-        """Count nothing: there is one process."""
-
-    def close(self) -> None:
-        """Close nothing: the agent ends with this process."""
-
-
-class Node(NamedTuple):
-    """Node with an agent."""
-
-    number: int
-    name: str
-    link: NodeLink | OwnLink
-    address: str = ""
-    """See :class:`Hello`."""
+MAX_GROW_DOUBLINGS = 10
+"""Most doublings of the pause before the run grows, one for each time that it has failed to."""
 
 
 class RankFault(NamedTuple):
@@ -142,8 +96,30 @@ class RankRecovery:
     replaced: tuple[int, ...]
     """Ranks with new processes."""
     begun_s: float = field(default_factory=time.monotonic)
+    is_planned: bool = False
+    """Flag: nodes have come, and nothing has failed."""
     times: dict[str, float] = field(default_factory=dict)
     """Phase -> seconds after ``begun_s`` when all ranks had completed it."""
+
+
+@dataclass
+class Growth:
+    """Pauses before a run with fewer replicas than configured grows again."""
+
+    pause_s: float
+    """``launch.grow_after_s``."""
+    changed_s: float = field(default_factory=time.monotonic)
+    """Time of the last change of the layout."""
+    num_failed: int = 0
+    """Times that the larger layout has failed before its first step."""
+    before: tuple[Replicas, list[int]] | None = None
+    """Layout and nodes to which a growth that fails goes back; None: none is under way."""
+
+    def is_due(self) -> bool:
+        """Return True if the pause is over. Nodes that come and go must not stop the run."""
+        doublings = min(self.num_failed, MAX_GROW_DOUBLINGS)
+        pause_s = self.pause_s * float(2**doublings)
+        return time.monotonic() - self.changed_s >= pause_s
 
 
 class Coordinator:
@@ -153,8 +129,7 @@ class Coordinator:
         self,
         config: RunConfig,
         place: NodePlace,
-        own: Node,
-        listener: socket.socket | None,
+        table: NodeTable,
         store: tuple[Any, int],
         mirror: MirrorPlace,
     ) -> None:
@@ -162,35 +137,36 @@ class Coordinator:
 
         Args:
             config: resolved.
-            own: this node.
-            listener: socket to which the other agents connect; None: there are none.
+            table: nodes of the run, of which only this one has come.
             store: store of the ranks, and its port.
             mirror: that of this node.
         """
-        self._place, self._listener, self._mirror = place, listener, mirror
+        self._place, self._table, self._mirror = place, table, mirror
         self._notes, self._port = CoordinatorNotes(store[0]), store[1]
-        self._num_ranks = place.num_ranks
         self._limit, self._timeout_s = config.launch.max_restarts, config.launch.timeout_s
         self._directory = run_directory(config.run)
-        self._digest = digest(config, place)
-        self._nodes = {0: own}
-        self._strangers: list[tuple[NodeLink, float]] = []
-        """Connections without a first message, and the times when they came."""
-        self._blocks: list[int] = []
-        """Node of each block of ``ranks_per_node`` ranks."""
         self._generation_of: dict[int, int] = {}
         """Launch in which the process of each rank was started."""
         self._exits: dict[int, Exit] = {}
         """Exit of each rank's present process, if it has ended."""
-        self._lost: dict[int, tuple[str, float]] = {}
-        """Nodes with ranks that were lost and not replaced yet: the reason, and seconds of silence."""
-        self._gone: list[str] = []
-        """Addresses of lost nodes, for the next announcement."""
         self._stopped: set[int] = set()
         self._recovery: RankRecovery | None = None
+        self._counts = ReplicaCounts(config, place)
+        self._replicas = self._counts.configured
+        """Layout in use."""
+        self._settled = self._replicas
+        """Layout of the last complete launch or recovery."""
+        self._growth = Growth(config.launch.grow_after_s)
+        self._ring: list[Node] = []
+        """Nodes whose ranks have taken the last step, in the order of the ranks: they hold its mirror."""
+        self._proven = {self._replicas.dp}
+        """Numbers of replicas with which the run has taken a step, and the configured one."""
         self._is_requested = False
         self._clears = False
-        self._turn_s = time.monotonic()
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._table.num_ranks
 
     # -----------------------------------------------------------------------------------------------------
     # one launch of all ranks
@@ -204,12 +180,12 @@ class Coordinator:
             NodesLost: there are too few nodes.
             MissingRanksError: the agents of too few nodes have come.
         """
-        if not self._blocks:
+        if not self._table.blocks:
             self._gather()
         else:
             self._mirror.generation += 1
-        self._recovery = None
-        self._replace_nodes()
+        self._recovery, self._growth.before = None, None
+        self._fit_nodes()
         self._order(range(self._num_ranks), is_recovery=False)
         try:
             while not self._have_all_ended():
@@ -243,6 +219,8 @@ class Coordinator:
             )
         elif self._recovery is not None:
             self._follow(self._recovery)
+        elif self._can_grow():
+            self._grow()
 
     def _have_all_ended(self) -> bool:
         return len(self._exits) == self._num_ranks and not any(
@@ -252,6 +230,10 @@ class Coordinator:
     def _have_met(self) -> bool:
         """Return True if all ranks have met since the start or the last fault."""
         return self._notes.count("groups") == self._num_ranks
+
+    def _have_stepped(self) -> bool:
+        """Return True if all ranks have taken a step since the start or the last fault."""
+        return self._notes.count("stepped") == self._num_ranks
 
     def _has_finished(self) -> bool:
         """Return True if some rank has ended the run."""
@@ -264,7 +246,7 @@ class Coordinator:
         """Return what is wrong now: a lost node, ranks that have ended, a hang, or a recovery that
         does not proceed.
         """
-        if self._lost or any(each.code for each in self._exits.values()):
+        if self._table.lost or any(each.code for each in self._exits.values()):
             time.sleep(TOGETHER_S)
             self._listen(0.0)
             return self._find_dead()
@@ -273,11 +255,11 @@ class Coordinator:
     def _find_dead(self) -> RankFault:
         """Return the ranks whose processes or nodes are gone."""
         failed = {rank: each for rank, each in sorted(self._exits.items()) if each.code}
-        gone = [rank for index in self._lost for rank in self._ranks_of(index)]
-        names = [self._nodes[index].name for index in self._lost]
+        gone = [rank for index in self._table.lost for rank in self._table.ranks_of(index)]
+        names = [self._table.nodes[index].name for index in self._table.lost]
         ranks = tuple(sorted({*failed, *gone}))
         if gone:
-            reason, silent_s = max(self._lost.values(), key=lambda each: each[1])
+            reason, silent_s = max(self._table.lost.values(), key=lambda each: each[1])
             text = f"node{'s' * (len(names) > 1)} {', '.join(names)} lost: {reason}"
             error = RankFailed(
                 f"{text}; with it rank{'s' * (len(gone) > 1)} {abridge(gone)}", gone[0]
@@ -291,7 +273,7 @@ class Coordinator:
         is_transient = all(
             each.code < 0 or each.code in REPLACED_EXIT_CODES for each in failed.values()
         )
-        nodes = names or [self._nodes[self._node_of(rank)].name for rank in failed]
+        nodes = names or [self._table.node_of(rank).name for rank in failed]
         return RankFault(
             ranks, what, error, is_transient, nodes=tuple(dict.fromkeys(nodes)), detected_s=silent_s
         )
@@ -305,7 +287,9 @@ class Coordinator:
             ranks = verdict.ranks
             what = verdict.message.splitlines()[0]
             error = RankFailed(verdict.message, min(ranks), HangError.exit_code)
-            return RankFault(ranks, what, error, nodes=self._names(ranks), detected_s=verdict.for_s)
+            return RankFault(
+                ranks, what, error, nodes=self._table.names_of(ranks), detected_s=verdict.for_s
+            )
         recovery = self._recovery
         if recovery is None or "left" in recovery.times:
             return None
@@ -324,12 +308,20 @@ class Coordinator:
         )
         is_new = len(recovery.replaced) == self._num_ranks  # new processes have no step to leave
         return RankFault(
-            ranks, what, RankFailed(what, ranks[0]), is_new=is_new, nodes=self._names(ranks)
+            ranks,
+            what,
+            RankFailed(what, ranks[0]),
+            is_new=is_new,
+            nodes=self._table.names_of(ranks),
         )
 
     def _can_repair(self, fault: RankFault) -> bool:
         """Return True if the ranks of a fault are to be replaced."""
-        if self._has_finished() or self._is_requested or not fault.is_transient:
+        if self._has_finished() or self._is_requested:
+            return False
+        if self._can_go_back():
+            return True
+        if not fault.is_transient:
             return False
         mirror = self._mirror
         futile = mirror.count_futile(mirror.newest_step())
@@ -340,8 +332,14 @@ class Coordinator:
         """Return the error of a run that ends by a fault, with what other ranks have reported
         meanwhile.
         """
+        if self._replicas.dp not in self._proven and not self._is_requested:
+            return NodesLost(
+                f"with dp {self._replicas.dp}, as many replicas as the nodes that are left hold, the run"
+                f" has taken no step: {fault.error}. The same command on enough nodes resumes it",
+                fault.error.rank,
+            )
         failed = [rank for rank in fault.ranks if rank in self._exits and self._exits[rank].code]
-        if self._lost or not failed:
+        if self._table.lost or not failed:
             return fault.error
         if fault.error.exit_code == HangError.exit_code:
             return fault.error
@@ -366,26 +364,34 @@ class Coordinator:
         """Order new processes for the ranks of a fault, and announce the next generation.
 
         All ranks are replaced if some have not met since the start or the last recovery: they wait
-        in a rendezvous that nothing can end.
+        in a rendezvous that nothing can end; and in another layout.
 
         Raises:
-            NodesLost: no spare node is left for a lost one.
+            NodesLost: no spare node is left for a lost one, and no smaller layout is possible.
         """
-        mirror = self._mirror
+        begun_s, mirror = time.monotonic(), self._mirror
+        if self._can_go_back():
+            self._go_back(fault, begun_s)
+            return
         if fault.is_new:
             log_failure(fault.error, self._directory)
             mirror.count_failure(mirror.newest_step())
         is_partial = self._have_met() and self._recovery is None
-        replaced = fault.ranks if is_partial else tuple(range(self._num_ranks))
-        spares = self._replace_nodes()
-        how = "replaced in place" if is_partial else "all ranks start anew"
+        spares, change = self._fit_nodes()
+        replaced = fault.ranks if is_partial and not change else tuple(range(self._num_ranks))
+        how = "replaced in place" if is_partial and not change else "all ranks start anew"
         where = f" on {', '.join(spares)}" if spares else ""
+        where += f" with {change}" if change else ""
         tell(
             f"meshwright: {fault.what}; {how}{where}, recovery {mirror.recoveries} of {self._limit}"
         )
-        mirror.generation += 1
-        self._recovery = RankRecovery(fault, replaced)
-        self._order(replaced, is_recovery=True)
+        self._begin(RankRecovery(fault, replaced, begun_s))
+
+    def _begin(self, recovery: RankRecovery) -> None:
+        """Begin a recovery, or a planned change."""
+        self._mirror.generation += 1
+        self._recovery = recovery
+        self._order(recovery.replaced, is_recovery=True)
 
     def _follow(self, recovery: RankRecovery) -> None:
         """Note the phases that all ranks have completed; print and record a complete recovery."""
@@ -395,14 +401,25 @@ class Coordinator:
                     return
                 recovery.times[phase] = round(time.monotonic() - recovery.begun_s, 3)
         self._recovery = None
+        self._note_ring()
+        if self._growth.before is not None:
+            self._growth.before, self._growth.num_failed = None, 0
+        change, self._settled = self._settled.describe_change(self._replicas), self._replicas
+        if change:
+            self._growth.changed_s = time.monotonic()
         times = ", ".join(f"{phase} {value:.2f} s" for phase, value in recovery.times.items())
-        tell(f"meshwright: recovered: {times} after the failure was seen")
+        begin = "the nodes were there" if recovery.is_planned else "the failure was seen"
+        tell(
+            f"meshwright: {'grown' if recovery.is_planned else 'recovered'}: {times} after {begin}"
+        )
         line = {
             "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             "generation": self._mirror.generation,
             "what": recovery.fault.what,
             "nodes": recovery.fault.nodes,
             "replaced": len(recovery.replaced),
+            "change": change,
+            "planned": recovery.is_planned,
             "step": self._notes.first_step(),
             "detected_s": round(recovery.fault.detected_s, 3),
             **{f"{phase}_s": value for phase, value in recovery.times.items()},
@@ -411,24 +428,29 @@ class Coordinator:
             append_synced(self._directory / RECOVERIES, (json.dumps(line) + "\n").encode())
 
     def _order(self, ranks: Collection[int], is_recovery: bool) -> None:
-        """Order new processes for some ranks, and announce the generation to the others."""
-        generation = self._mirror.generation
+        """Order new processes for some ranks, and announce the generation to the others. With new
+        processes for all of them, nodes without ranks end those that they had.
+        """
+        generation, has_all = self._mirror.generation, len(ranks) == self._num_ranks
         for rank in ranks:
             self._exits.pop(rank, None)
             self._generation_of[rank] = generation
-        for index in dict.fromkeys(self._blocks):
-            own = self._ranks_of(index)
+        for number in [*self._table.blocks, *(self._table.spares() if has_all else ())]:
+            own = self._table.ranks_of(number)
             order = Order(
                 generation=generation,
                 port=self._port,
+                num_ranks=self._num_ranks,
                 ranks=tuple(own),
                 begin=tuple(rank for rank in own if rank in ranks),
                 is_recovery=is_recovery,
                 clears=self._clears,
             )
-            self._nodes[index].link.send(order)
-        self._notes.announce(generation, ranks, self._gone)
-        self._clears, self._gone = False, []
+            self._table.nodes[number].link.send(order)
+        # also ranks that the layout has no more
+        replaced = range(self._counts.configured.num_ranks) if has_all else ranks
+        self._notes.announce(generation, replaced, self._table.take_gone())
+        self._clears = False
 
     # -----------------------------------------------------------------------------------------------------
     # nodes
@@ -441,10 +463,10 @@ class Coordinator:
         """
         needed = self._place.num_nodes - self._place.num_spares
         limit_s, grace_s = time.monotonic() + self._timeout_s, None
-        while len(self._nodes) < self._place.num_nodes:
+        while len(self._table.nodes) < self._place.num_nodes:
             self._listen(BEAT_S)
             now = time.monotonic()
-            if len(self._nodes) < needed:
+            if len(self._table.nodes) < needed:
                 grace_s = None
                 if now > limit_s:
                     raise self._missing(needed)
@@ -452,61 +474,119 @@ class Coordinator:
                 grace_s = now + SPARE_GRACE_S
             elif now > grace_s:
                 tell(
-                    f"meshwright: {len(self._nodes)} of {self._place.num_nodes} nodes have come, and"
+                    f"meshwright: {len(self._table.nodes)} of {self._place.num_nodes} nodes have come, and"
                     f" {needed} are needed: starting without the others"
                 )
                 break
-        self._blocks = sorted(self._nodes)[:needed]
+        self._table.blocks = sorted(self._table.nodes)[:needed]
 
     def _missing(self, needed: int) -> MissingRanksError:
-        missing = [index for index in range(self._place.num_nodes) if index not in self._nodes]
+        missing = self._table.missing()
         return MissingRanksError(
             "MW-LAUNCH-120",
-            f"the agents of {len(self._nodes)} nodes have come within {self._timeout_s:g} s, and the"
+            f"the agents of {len(self._table.nodes)} nodes have come within {self._timeout_s:g} s, and the"
             f" ranks need {needed}: not of node{'s' * (len(missing) > 1)} {abridge(missing)}. Does"
             f" `meshwright train` run there, and does its network reach {self._place.host}:"
             f"{self._place.port}?",
         )
 
-    def _replace_nodes(self) -> list[str]:
-        """Put a spare node in the place of each that is lost; return the names of these spares.
+    def _note_ring(self) -> None:
+        """Note the nodes that hold the mirror, once all ranks have taken a step on them."""
+        if self._have_stepped():
+            self._ring = [self._table.nodes[number] for number in self._table.blocks]
+            self._proven.add(self._replicas.dp)
+
+    def _fit_nodes(self) -> tuple[list[str], str]:
+        """Put a spare node in the place of each that is lost, or go on with fewer replicas. Return the
+        names of these spares, and what changes in the layout.
 
         Raises:
-            NodesLost: there are too few.
+            NodesLost: there are too few nodes for any permitted layout.
         """
-        dead = [index for index in dict.fromkeys(self._blocks) if index in self._lost]
-        spares = [index for index in sorted(self._nodes) if index not in self._blocks]
-        if len(dead) > len(spares):
+        self._note_ring()
+        dead = self._table.lost_blocks()
+        if len(dead) <= len(self._table.spares()):
+            return self._table.replace_lost(), ""
+        try:
+            replicas = self._counts.find_most(len(self._table.alive()))
+        except NoReplicas as error:
             self._stop()
-            names = ", ".join(self._nodes[index].name for index in dead)
+            names = ", ".join(self._table.nodes[number].name for number in dead)
             raise NodesLost(
-                f"{names} lost, and no spare node is left: the run ends. The same command on enough"
-                " nodes resumes from the newest checkpoint",
-                self._ranks_of(dead[0])[0],
-            )
-        for index, spare in zip(dead, spares, strict=False):
-            self._blocks[self._blocks.index(index)] = spare
-            gone = self._nodes.pop(index)
-            # several nodes of an address are emulated: that machine resets connections
-            if gone.address and all(gone.address != each.address for each in self._nodes.values()):
-                self._gone.append(gone.address)
-            del self._lost[index]
-        return [self._nodes[spare].name for spare in spares[: len(dead)]]
+                f"{names} lost, and no spare node is left: the run ends. It cannot go on with fewer"
+                f" replicas: {error}. The same command on enough nodes resumes from the newest"
+                " checkpoint",
+                self._table.ranks_of(dead[0])[0],
+            ) from None
+        return [], self._change_replicas(replicas)
 
-    def _ranks_of(self, index: int) -> list[int]:
-        """Return the ranks of a node."""
-        if index not in self._blocks:
-            return []
-        size = self._place.ranks_per_node
-        first = self._blocks.index(index) * size
-        return list(range(first, min(first + size, self._num_ranks)))
+    def _change_replicas(self, replicas: Replicas, nodes: Sequence[int] = ()) -> str:
+        """Put the ranks of another layout on the nodes that are alive; return what changes.
+        ``nodes``: those to use; empty: such that the mirror is whole on them.
+        """
+        alive = self._table.alive()
+        ring = [node.number if node in alive else None for node in self._ring]
+        used_first = sorted(alive, key=lambda each: (each.number not in self._table.blocks, each))
+        chosen = nodes or choose_nodes(
+            ring, [each.number for each in used_first], self._counts.num_nodes(replicas)
+        )
+        change = self._replicas.describe_change(replicas)
+        self._table.place_ranks(chosen, replicas.num_ranks)
+        self._replicas = replicas
+        self._growth.changed_s = time.monotonic()
+        self._exits.clear()
+        self._generation_of.clear()
+        return change
 
-    def _node_of(self, rank: int) -> int:
-        return self._blocks[rank // self._place.ranks_per_node]
+    # -----------------------------------------------------------------------------------------------------
+    # planned changes
 
-    def _names(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the nodes of some ranks."""
-        return tuple(dict.fromkeys(self._nodes[self._node_of(rank)].name for rank in ranks))
+    def _can_grow(self) -> bool:
+        """Return True if a node waits, the run has taken a step, and the last change is long enough ago."""
+        is_smaller = self._replicas.dp < self._counts.configured.dp
+        if not (is_smaller and self._table.spares() and self._growth.is_due()):
+            return False
+        return self._have_stepped() and not self._is_requested and not self._has_finished()
+
+    def _grow(self) -> None:
+        """Start all ranks anew with more replicas, if the nodes hold them. No failure is counted."""
+        begun_s, before = time.monotonic(), (self._replicas, list(self._table.blocks))
+        try:
+            replicas = self._counts.find_most(len(self._table.alive()), above=self._replicas.dp)
+        except NoReplicas:
+            return
+        self._note_ring()
+        change = self._change_replicas(replicas)
+        self._growth.before = before
+        names = [
+            self._table.nodes[number].name
+            for number in self._table.blocks
+            if number not in before[1]
+        ]
+        what = f"node{'s' * (len(names) > 1)} {', '.join(names)} can take ranks"
+        tell(f"meshwright: {what}; all ranks start anew with {change}")
+        fault = RankFault((), what, RankFailed(what, 0), is_new=False, nodes=tuple(names))
+        ranks = tuple(range(self._num_ranks))
+        self._begin(RankRecovery(fault, ranks, begun_s, is_planned=True))
+
+    def _can_go_back(self) -> bool:
+        """Return True if a growth is under way, and the nodes from before it are there."""
+        if self._growth.before is None:
+            return False
+        alive = {node.number for node in self._table.alive()}
+        return alive.issuperset(self._growth.before[1])
+
+    def _go_back(self, fault: RankFault, begun_s: float) -> None:
+        """Give up a growth that has failed: a node that has come must not endanger the run. No failure
+        is counted, and the pause before the next growth is twice as long.
+        """
+        assert self._growth.before is not None
+        log_failure(fault.error, self._directory)
+        (replicas, nodes), self._growth.before = self._growth.before, None
+        self._growth.num_failed += 1
+        change = self._change_replicas(replicas, nodes)
+        tell(f"meshwright: {fault.what}; all ranks start anew as before, with {change}")
+        self._begin(RankRecovery(fault, tuple(range(self._num_ranks)), begun_s))
 
     # -----------------------------------------------------------------------------------------------------
     # messages
@@ -514,37 +594,15 @@ class Coordinator:
     def _listen(self, limit_s: float | None = None) -> None:
         """Wait for something to happen, and take it in."""
         if limit_s is None:
-            limit_s = RECOVERY_POLL_S if self._recovery is not None else self._own.agent.poll_s()
-        links = [link.connection for link in self._links() if isinstance(link, NodeLink)]
-        listener = [] if self._listener is None else [self._listener]
-        if wait([*listener, *links, *self._own.agent.sentinels()], limit_s) and limit_s:
-            time.sleep(TURN_S)
-        before_s, self._turn_s = self._turn_s, time.monotonic()
-        self._accept()
-        for node in [each for each in self._nodes.values() if each.number not in self._lost]:
-            node.link.count_silence(self._turn_s - before_s)
-            node.link.beat()
-            silent_s = node.link.silent_s
-            try:
-                for message in node.link.receive():
-                    self._take(node, message)
-            except LinkLost as lost:
-                self._lose(node, str(lost), silent_s)
-
-    @property
-    def _own(self) -> OwnLink:
-        link = self._nodes[0].link
-        assert isinstance(link, OwnLink)
-        return link
-
-    def _links(self) -> Iterator[NodeLink | OwnLink]:
-        yield from (each.link for each in self._nodes.values() if each.number not in self._lost)
-        yield from (link for link, _ in self._strangers)
+            is_recovering = self._recovery is not None
+            limit_s = RECOVERY_POLL_S if is_recovering else self._table.own.agent.poll_s()
+        for node, message in self._table.listen(limit_s):
+            self._take(node, message)
 
     def _take(self, node: Node, message: NodeMessage) -> None:
         """Take in a message of a node. Exits of processes that were replaced are left out."""
         if isinstance(message, Exit):
-            is_here = message.rank in self._ranks_of(node.number)
+            is_here = message.rank in self._table.ranks_of(node.number)
             if is_here and message.generation == self._generation_of[message.rank]:
                 self._exits[message.rank] = message
         elif isinstance(message, Signalled):
@@ -552,89 +610,18 @@ class Coordinator:
         elif isinstance(message, Stopped):
             self._stopped.add(node.number)
 
-    def _lose(self, node: Node, reason: str, silent_s: float) -> None:
-        """Note that a node is gone; a spare one is forgotten."""
-        node.link.close()
-        if node.number in self._blocks:
-            self._lost[node.number] = reason, silent_s
-        else:
-            del self._nodes[node.number]
-            tell(f"meshwright: the spare node {node.name} is gone: {reason}")
-
-    def _accept(self) -> None:
-        """Accept connections; add the nodes of those that send their first message."""
-        most = MAX_STRANGERS + self._place.num_nodes
-        while self._listener is not None and wait([self._listener], 0.0):
-            try:
-                link = NodeLink(self._listener.accept()[0], self._place.num_nodes)
-            except OSError:  # no file descriptors are left: the connection waits for the next turn
-                break
-            self._strangers.append((link, time.monotonic()))
-            if len(self._strangers) > most:
-                self._dismiss(self._strangers[0])
-        for stranger in list(self._strangers):
-            link, came_s = stranger
-            try:
-                first = link.receive_first()
-            except LinkLost:
-                self._dismiss(stranger)
-                continue
-            if isinstance(first, Hello):
-                self._strangers.remove(stranger)
-                self._welcome(first, link)
-            elif first is not None or time.monotonic() - came_s > HELLO_S:
-                self._dismiss(stranger)
-
-    def _dismiss(self, stranger: tuple[NodeLink, float]) -> None:
-        self._strangers.remove(stranger)
-        stranger[0].close()
-
-    def _welcome(self, hello: Hello, link: NodeLink) -> None:
-        """Add the node of an agent, as a spare one if the ranks have started; refuse another run's."""
-        why = ""
-        if hello.run != self._digest:
-            why = "its configuration, or its number of nodes, ranks per node or spares, is another"
-        elif not 0 < hello.node < self._place.num_nodes or hello.node in self._nodes:
-            why = f"there is a node {hello.node} already"
-        elif any(hello.name == each.name for each in self._nodes.values()):
-            # ranks copy their state to ranks of nodes with another name
-            why = f"there is a node of this name already (set {NODE} to a name of its own)"
-        if why:
-            text = (
-                f"the agent of {hello.name!r} is refused by that of {self._nodes[0].name}: {why}. Start"
-                " the same command on all nodes, with another index on each"
-            )
-            tell(f"meshwright: {text}")
-            link.send(End(exit_code=2, message=text))
-            link.close()
-            return
-        self._nodes[hello.node] = Node(hello.node, hello.name, link, hello.address)
-
     def _stop(self) -> None:
         """End all ranks on all nodes; block until they have ended, or their nodes are lost."""
         self._stopped = {0}
-        for index in sorted(self._nodes.keys() - self._lost.keys(), reverse=True):
-            self._nodes[index].link.send(Stop())  # the own ranks last: that blocks
+        for node in sorted(self._table.alive(), reverse=True):
+            node.link.send(Stop())  # the own ranks last: that blocks
         limit_s = time.monotonic() + 2 * SHUTDOWN_S
-        while time.monotonic() < limit_s and self._nodes.keys() - self._stopped - self._lost.keys():
+        while time.monotonic() < limit_s and {
+            node.number for node in self._table.alive()
+        }.difference(self._stopped):
             self._listen(BEAT_S / 10)
         self._listen(0.0)
 
     def close(self, exit_code: int) -> None:
         """Send the end of the run to all agents, and wait until they have it."""
-        links = [
-            each.link
-            for each in self._nodes.values()
-            if isinstance(each.link, NodeLink) and each.number not in self._lost
-        ]
-        for link in links:
-            link.send(End(exit_code=exit_code))
-        limit_s = time.monotonic() + 2 * SHUTDOWN_S
-        while links and time.monotonic() < limit_s:
-            wait([link.connection for link in links], BEAT_S / 10)
-            for link in list(links):
-                try:
-                    link.receive()
-                except LinkLost:
-                    links.remove(link)
-                    link.close()
+        self._table.close(exit_code)

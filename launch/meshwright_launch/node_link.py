@@ -136,6 +136,8 @@ class Order(NodeMessage):
     generation: Whole
     port: Annotated[int, Field(ge=1, le=65_535)]
     """Port of the ranks' store on the first node."""
+    num_ranks: Annotated[int, Field(ge=1, le=2**20)]
+    """Number of ranks of the run in this launch."""
     ranks: tuple[Rank, ...]
     begin: tuple[Rank, ...]
     is_recovery: bool
@@ -179,6 +181,8 @@ class NodeLink:
         self._unsent = bytearray()
         self._lost = ""
         self._sent_s = 0.0
+        self.num_reads = 0
+        """Times that something has arrived."""
         self.silent_s = 0.0
         """Seconds since the last message, in which this process ran: see :meth:`count_silence`."""
         for option, value in (
@@ -283,6 +287,7 @@ class NodeLink:
                     self._lost = self._lost or "it has closed its connection"
                     break
                 self.silent_s = 0.0
+                self.num_reads += 1
                 found.append(data)
         except BlockingIOError:
             pass

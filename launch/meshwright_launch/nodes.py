@@ -25,7 +25,7 @@ from meshwright.system.host import node_name, open_listener, own_address
 from meshwright.system.process import GiveUp
 from meshwright.terminal.output import put, tell
 from meshwright_launch import devices, forking, restarts
-from meshwright_launch.agent import Agent, joined, name_node, serve
+from meshwright_launch.agent import Agent, digest, joined, name_node, serve
 from meshwright_launch.local import LOOPBACK, check_number, listen_on_loopback, rendezvous_port
 from meshwright_launch.local import open_store as open_ranks_store
 from meshwright_launch.mirror_place import MirrorPlace
@@ -138,7 +138,8 @@ def _describe(place: NodePlace) -> str:
 @contextlib.contextmanager
 def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterator[Coordinator]:
     """Open the sockets and the agent of the first node."""
-    from meshwright_launch.coordinator import Coordinator, Node, OwnLink
+    from meshwright_launch.coordinator import Coordinator
+    from meshwright_launch.node_table import Node, NodeTable, OwnLink
 
     mirror.open()  # or refuse it, before the ranks start
     make_logs(config)
@@ -152,9 +153,10 @@ def _opened(config: RunConfig, place: NodePlace, mirror: MirrorPlace) -> Iterato
         ranks = stack.enter_context(open_ranks(run_work, config, WORK))
         host = LOOPBACK if place.num_nodes == 1 else place.host
         store = open_ranks_store(store_listener, host, place.num_ranks)
-        agent = Agent(ranks, mirror, place.num_ranks, place)
+        agent = Agent(ranks, mirror, place)
         own = Node(0, node_name(), OwnLink(agent), own_address(place.host) or "")
-        coordinator = Coordinator(config, place, own, listener, store, mirror)
+        table = NodeTable(place, own, listener, digest(config, place))
+        coordinator = Coordinator(config, place, table, store, mirror)
         try:
             yield coordinator
         except BaseException as error:
@@ -204,7 +206,7 @@ def _follow(config: RunConfig, place: NodePlace) -> int:
     mirror.open()
     make_logs(resolved)
     with open_ranks(run_work, resolved, WORK) as ranks, joined(resolved, place) as link:
-        code, message = serve(Agent(ranks, mirror, place.num_ranks, place), link)
+        code, message = serve(Agent(ranks, mirror, place), link)
     if message:
         tell(f"meshwright: error: {message}")
     return code

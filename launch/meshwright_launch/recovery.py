@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.config import RunConfig
 from meshwright.errors import HangEcho, HangError, Preempted, UserError
 from meshwright.mesh.mesh import abort_groups, leave_mesh
 from meshwright.mesh.rendezvous import DEFAULT_PORT
@@ -55,10 +56,13 @@ KILL_S = 60.0
 class Rejoin:
     """A rank's side of recoveries."""
 
-    def __init__(self, generation: int, mirror: Path) -> None:
-        """Connect to the coordinator's store."""
+    def __init__(self, generation: int, mirror: Path, configured: RunConfig) -> None:
+        """Connect to the coordinator's store. ``configured``: the run as it is started again, whatever
+        layout is in use.
+        """
         self.generation = generation
         self.mirror = mirror
+        self.configured = configured
         self.is_new = True
         """False: this process has taken part in an earlier generation."""
         self._next = generation
@@ -72,12 +76,12 @@ class Rejoin:
         self.report("left")  # a process that replaces another has nothing to leave
 
     @staticmethod
-    def from_environment() -> Rejoin | None:
+    def from_environment(configured: RunConfig) -> Rejoin | None:
         """Return this rank's side; None: the launcher does not recover in place."""
         mirror = os.environ.get(MIRROR)
         if mirror is None:
             return None
-        return Rejoin(environment_number(GENERATION, 0, high=MAX_INT64), Path(mirror))
+        return Rejoin(environment_number(GENERATION, 0, high=MAX_INT64), Path(mirror), configured)
 
     def open_store(self) -> Any:
         """Return the store for the rendezvous of this generation; None: that of the environment.

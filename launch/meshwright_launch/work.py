@@ -76,6 +76,7 @@ from meshwright_launch.callbacks import (
 )
 from meshwright_launch.leftovers import check_mirror_space
 from meshwright_launch.recovery import Rejoin
+from meshwright_launch.replicas import with_ranks
 
 
 def check(
@@ -117,11 +118,12 @@ def work(
         observers: the caller's own, the same on every rank; they come before those of
             ``train.callbacks``.
     """
-    config = resolve(config, environment_rank()[1])
-    rejoin = Rejoin.from_environment()
+    rejoin, num_ranks = Rejoin.from_environment(config), environment_rank()[1]
+    # with a mirror, the nodes that are left may hold fewer ranks than configured
+    used = resolve(config, num_ranks) if rejoin is None else with_ranks(config, num_ranks)
     while True:
         try:
-            _work_once(config, give_up, observers, rejoin)
+            _work_once(used, give_up, observers, rejoin)
             return
         except Exception as error:
             if rejoin is None or not rejoin.is_wanted(error):
@@ -206,7 +208,8 @@ def _train_in(
     for line in (describe(parts) for describe in described):
         if line:
             log(line)
-    record_start(parts, files, corpus_times(parts.source), log)
+    configured = None if rejoin is None else rejoin.configured
+    record_start(parts, files, corpus_times(parts.source), log, configured)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
     limit_s, replace_status = config.launch.timeout_s, partial(files.write, STATUS)

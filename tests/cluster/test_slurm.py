@@ -468,6 +468,48 @@ def test_a_spare_node_takes_over(
     record_property("noted", f"a node crashes, a spare takes over {recovered_s:.0f}")
 
 
+def test_a_job_without_a_spare_node_goes_on(
+    idle: Slurm,
+    plain: RunConfig,
+    tmp_path: Path,
+    pool: RankPool,
+    record_property: Callable[[str, Any], None],
+) -> None:
+    """The second of two nodes is powered off: one replica takes the samples of both, without a requeue."""
+    config = changed(
+        plain,
+        run={"directory": str(tmp_path)},
+        parallel={"dp": 2, "pp": 1},
+        train={"dtype": "float64"},
+    )
+    job = submitted(idle, written(config, tmp_path), "--spares=0", *MIRRORED[1:])
+    until(lambda: steps_of(config) >= 25, "25 steps", LIMIT_S, 0.1)
+    _, second = nodes_of(idle, job)
+    begin_s, before = time.monotonic(), steps_of(config)
+    idle.hosts.crash(second)
+    try:
+        until(lambda: steps_of(config) > before + 1, "a second new step", LIMIT_S, 0.05)
+        recovered_s = time.monotonic() - begin_s
+        assert idle.wait(job, ["COMPLETED", "FAILED", "PENDING"], LIMIT_S) == "COMPLETED", told(
+            config
+        )
+    finally:
+        bring_back(idle, second)
+    assert idle.job(job)["Restarts"] == "0"
+    (record,) = map(
+        json.loads, (run_directory(config.run) / "recoveries.jsonl").read_text().splitlines()
+    )
+    assert record["change"].startswith("dp 2 -> 1, chunks ")
+    same = changed(config, run={"directory": str(tmp_path / "same")})
+    pool.run(train_rank, size(same), same, timeout_s=LIMIT_S)
+    found, expected = (
+        {step: float.fromhex(loss) for step, loss in exact_losses(each).items()}
+        for each in (config, same)
+    )
+    assert found == pytest.approx(expected, rel=1e-12, abs=0)
+    record_property("noted", f"a node crashes, fewer replicas go on {recovered_s:.0f}")
+
+
 def test_the_first_node_takes_the_job_along(
     idle: Slurm,
     plain: RunConfig,

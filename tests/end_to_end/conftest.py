@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.data.splits import SplitRule
+from meshwright_launch.leftovers import MEMORY
 from tests.end_to_end.shell import Shell
 
 WORDS = [
@@ -55,3 +57,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         shell.wait_until_none_is_left()
     finally:
         shell.end_all()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, in which each node has one."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as place:
+        yield Path(place)

@@ -4,28 +4,18 @@ run without a failure, bit for bit.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.run.directory import run_directory
-from meshwright_launch.leftovers import MEMORY
 from meshwright_launch.pool import RankPool
 from tests.end_to_end.driving import LLAMA, differing, exact_losses, tensors, train
 from tests.end_to_end.nodes import Nodes
 from tests.end_to_end.test_recovery import mirrored, trapped
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory, in which each node has one."""
-    with tempfile.TemporaryDirectory(dir=MEMORY) as place:
-        yield Path(place)
 
 
 def assert_same_run(pool: RankPool, config: Any, same: Any) -> None:

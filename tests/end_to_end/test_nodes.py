@@ -95,7 +95,12 @@ def test_a_killed_rank_is_replaced_on_its_node(
 def test_two_nodes_at_once(corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell) -> None:
     """Two spares take over; later one of them dies too, and there is no other."""
     config = mirrored(
-        corpus, tmp_path / "runs", "dp3", batch={"global_batch": 9}, train={"steps": 40}
+        corpus,
+        tmp_path / "runs",
+        "dp3",
+        batch={"global_batch": 9},
+        train={"steps": 40},
+        launch={"min_dp": 3},  # no fewer replicas
     )
     agents = Agents(shell, config, 5, 1, spares=2)
     wait_for_lines(metrics(config), 3, agents.processes[0])

@@ -15,23 +15,23 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, resolve
 from meshwright_launch.agent import Agent
 from meshwright_launch.coordinator import (
     LEAVE_S,
     Coordinator,
-    Node,
-    OwnLink,
     RankFault,
     RankRecovery,
 )
-from meshwright_launch.failure import RankFailed
+from meshwright_launch.failure import NodesLost, RankFailed
 from meshwright_launch.mirror_place import MirrorPlace
-from meshwright_launch.node_link import End, Hello, LinkLost, NodeLink
+from meshwright_launch.node_link import Beat, End, Hello, LinkLost, NodeLink
 from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_ranks import NodeRanks, SignalForwarder
+from meshwright_launch.node_table import Node, NodeTable, OwnLink
 from meshwright_launch.nodes import run_work
 from meshwright_launch.recovery_notes import note_store
+from tests.end_to_end.driving import GPT2
 
 PLACE = NodePlace(0, 3, 1, num_spares=1)
 FAULT = RankFault((1,), "rank 1 was ended by SIGKILL", RankFailed("killed", 1))
@@ -45,17 +45,22 @@ class Setting:
             "run": {"directory": str(directory)},
             "launch": {"max_restarts": 9, "timeout_s": 60.0},
             "watch": {"mirror": True},
+            "model": {"builder": "meshwright_models.gpt2:build", "options": GPT2},
+            "data": {"builder": "tests.framework.watch.hanging:samples"},
+            "batch": {"micro_batch_size": 1, "global_batch": 2},
+            "parallel": {"dp": 2},
         }
-        config = RunConfig.model_validate(keys)
+        config = resolve(RunConfig.model_validate(keys))
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.agents: list[NodeLink] = []
         self.store = dist.HashStore()
         self.mirror = MirrorPlace()
         signals = SignalForwarder(directory / "listening", [])
         ranks = NodeRanks(run_work, config, directory, signals, [])
-        own = Node(0, "n0", OwnLink(Agent(ranks, self.mirror, PLACE.num_ranks, PLACE)))
+        own = Node(0, "n0", OwnLink(Agent(ranks, self.mirror, PLACE)))
         store = (self.store, 1)
-        self.coordinator = Coordinator(config, PLACE, own, self.listener, store, self.mirror)
+        self.table = NodeTable(PLACE, own, self.listener, "digest")
+        self.coordinator = Coordinator(config, PLACE, self.table, store, self.mirror)
 
     def connect(self) -> NodeLink:
         return NodeLink(socket.create_connection(self.listener.getsockname()))
@@ -64,9 +69,9 @@ class Setting:
         """Send the first message of an agent; return the answer, if it is refused."""
         link = self.connect()
         self.agents.append(link)
-        link.send(Hello(node=node, name=name, run=self.coordinator._digest))
+        link.send(Hello(node=node, name=name, run=self.table.run))
         for _ in range(5):
-            self.coordinator._listen(0.02)
+            self.table.listen(0.02)
         try:
             return [each for each in link.receive() if isinstance(each, End)]
         except LinkLost:
@@ -82,13 +87,16 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
 
 def test_two_nodes_of_one_name_are_refused(setting: Setting) -> None:
     """Their ranks would take each other for one machine, and copy no mirror."""
-    assert setting.join(1, "n1") == []
-    (answer,) = setting.join(2, "n1")
+    assert setting.join(1, "n1") == [] == setting.join(2, "n1")
+    setting.agents[0].send(Beat())  # the first one is alive
+    for _ in range(5):
+        setting.table.listen(0.02)
+    (answer,) = [each for each in setting.agents[1].receive() if isinstance(each, End)]
     assert answer.exit_code == 2
     assert "'n1' is refused" in answer.message and "set MESHWRIGHT_NODE" in answer.message
     (answer,) = setting.join(2, "n0")
     assert answer.exit_code == 2
-    assert setting.join(2, "n2") == [] and len(setting.coordinator._nodes) == 3
+    assert setting.join(2, "n2") == [] and len(setting.table.nodes) == 3
 
 
 def test_a_run_that_has_gone_on_is_repaired_again(
@@ -110,7 +118,7 @@ def test_a_run_that_has_gone_on_is_repaired_again(
 def test_new_processes_have_longer_than_a_step(setting: Setting) -> None:
     """They import first, and the file system may be slow."""
     coordinator = setting.coordinator
-    coordinator._blocks = [0, 0]
+    setting.table.blocks = [0, 0]
 
     def stuck_after(seconds: float) -> tuple[int, ...]:
         coordinator._recovery = RankRecovery(FAULT, (1,), time.monotonic() - seconds)
@@ -128,19 +136,19 @@ def test_new_processes_have_longer_than_a_step(setting: Setting) -> None:
 def test_a_connection_without_a_file_descriptor_waits(setting: Setting) -> None:
     """The turn goes on; the agent is accepted once there is one."""
     link = setting.connect()
-    link.send(Hello(node=1, name="n1", run=setting.coordinator._digest))
+    link.send(Hello(node=1, name="n1", run=setting.table.run))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
     try:
-        setting.coordinator._accept()
+        setting.table.accept()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(setting.coordinator._nodes) == 1
+    assert len(setting.table.nodes) == 1
     time.sleep(0.02)
-    setting.coordinator._accept()
-    assert len(setting.coordinator._nodes) == 2
+    setting.table.accept()
+    assert len(setting.table.nodes) == 2
 
 
 def test_a_signal_while_processes_are_replaced_is_kept(tmp_path: Path) -> None:
@@ -165,3 +173,98 @@ def test_a_signal_while_processes_are_replaced_is_kept(tmp_path: Path) -> None:
         (listening / str(pids[1])).touch()
         signals.forward_kept()
     assert [child.wait(10) for child in children] == [-signal.SIGTERM] * 2
+
+
+def test_a_node_that_is_back_before_its_loss_was_noticed(setting: Setting) -> None:
+    """It waits until the former connection has ended, and is let in then."""
+    assert setting.join(1, "n1") == []
+    former = setting.agents[0]
+    assert setting.join(1, "n1") == [], "nobody knows yet which of the two is alive"
+    assert setting.table.nodes[1].link is not None and len(setting.table.nodes) == 2
+    before = setting.table.nodes[1]
+    former.close()
+    for _ in range(5):
+        setting.table.listen(0.02)
+    assert setting.table.nodes[1] is not before and setting.table.nodes[1].name == "n1"
+
+
+def test_a_lost_node_with_ranks_is_let_in_once_it_is_replaced(setting: Setting) -> None:
+    """Its block goes to another node first."""
+    setting.join(1, "n1"), setting.join(2, "n2")
+    setting.table.blocks = [0, 1]
+    setting.agents[0].close()
+    assert setting.join(1, "n1") == []
+    assert list(setting.table.lost) == [1] and setting.table.spares() == [2]
+    assert setting.table.replace_lost() == ["n2"]
+    setting.table.listen(0.02)
+    assert setting.table.spares() == [1] and setting.table.blocks == [0, 2]
+
+
+class Growing:
+    """Coordinator with dp 1 of 2 whose orders are kept, and a node that waits."""
+
+    def __init__(self, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.coordinator, self.setting = setting.coordinator, setting
+        self.orders: list[tuple[int, ...]] = []
+        monkeypatch.setattr(
+            self.coordinator, "_order", lambda ranks, is_recovery: self.orders.append(tuple(ranks))
+        )
+        setting.join(1, "n1"), setting.join(2, "n2")
+        setting.table.blocks = [0, 1]
+        self.lose(1)
+        self.lose(2)
+        self.step()
+        self.coordinator._fit_nodes()
+
+    def lose(self, node: int) -> None:
+        self.setting.agents[node - 1].close()
+        for _ in range(5):
+            self.setting.table.listen(0.02)
+
+    def step(self) -> None:
+        for rank in range(self.coordinator._num_ranks):
+            note_store(self.setting.store).set(f"stepped/0/{rank}", "")
+        count = note_store(self.setting.store).add("stepped/0", 0)
+        note_store(self.setting.store).add("stepped/0", self.coordinator._num_ranks - count)
+
+
+def test_a_run_grows_after_a_pause(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not without a step, nor at once; a failure before the first step leads back, and is not counted."""
+    growing = Growing(setting, monkeypatch)
+    coordinator, table = growing.coordinator, setting.table
+    assert (table.blocks, table.num_ranks) == ([0], 1)
+    assert setting.join(1, "n1") == []
+    growing.step()
+    assert not coordinator._can_grow(), "the pause is not over"
+    coordinator._growth.changed_s -= 61
+    assert coordinator._can_grow()
+    coordinator._grow()
+    assert (table.blocks, table.num_ranks) == ([0, 1], 2) and growing.orders == [(0, 1)]
+    assert coordinator._recovery is not None and coordinator._recovery.is_planned
+    assert coordinator._can_repair(FAULT._replace(is_transient=False)), "whatever it is"
+    coordinator._repair(FAULT)
+    assert (table.blocks, table.num_ranks) == ([0], 1) and growing.orders[-1] == (0,)
+    assert setting.mirror.recoveries == 0 and coordinator._growth.num_failed == 1
+    coordinator._growth.changed_s -= 61
+    assert not coordinator._growth.is_due(), "twice as long"
+    coordinator._growth.changed_s -= 60
+    assert coordinator._growth.is_due()
+
+
+def test_a_smaller_layout_that_does_not_run(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as a run without enough nodes does: a job on others may succeed."""
+    growing = Growing(setting, monkeypatch)
+    fault = FAULT._replace(error=RankFailed("out of memory", 0, 2))
+    assert isinstance(growing.coordinator._last_error(fault), NodesLost)
+    growing.step()
+    growing.coordinator._note_ring()
+    assert growing.coordinator._last_error(fault) is fault.error
+
+
+def test_no_smaller_layout_is_permitted(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the numbers."""
+    monkeypatch.setattr(setting.coordinator._counts, "_least", 2)
+    with pytest.raises(NodesLost, match=r"hold at most dp 1 x pp 1 x tp 1, and launch.min_dp = 2"):
+        Growing(setting, monkeypatch)

@@ -79,7 +79,7 @@ def test_long_failures_of_many_ranks_arrive(pair: tuple[socket.socket, NodeLink]
 def test_messages_arrive_as_they_were(pair: tuple[socket.socket, NodeLink]) -> None:
     """Also in pieces, and several at once."""
     plain, link = pair
-    order = Order(generation=3, port=2000, ranks=(4, 5), begin=(5,), is_recovery=True)
+    order = Order(generation=3, port=2000, num_ranks=6, ranks=(4, 5), begin=(5,), is_recovery=True)
     text = order.model_dump_json().encode() + b"\n" + Beat().model_dump_json().encode() + b"\n"
     plain.sendall(text[:20])
     assert link.receive() == []
@@ -104,7 +104,8 @@ def test_a_failure_keeps_its_age_and_not_its_clock() -> None:
         b'{"kind": "end", "exit_code": 0, "more": 1}\n',
         b'{"kind": "end", "exit_code": "0"}\n',
         b'{"kind": "end", "exit_code": 1000}\n',
-        b'{"kind": "order", "generation": 0, "port": 0, "ranks": [], "begin": [], "is_recovery": true}\n',
+        b'{"kind": "order", "generation": 0, "port": 0, "num_ranks": 1, "ranks": [], "begin": [],'
+        b' "is_recovery": true}\n',
         b'{"kind": "exit", "rank": -1, "generation": 0, "code": 0}\n',
         b"[" * 200_000 + b"\n",
         b"x" * (2 * MAX_LINE_BYTES),

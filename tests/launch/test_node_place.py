@@ -99,6 +99,11 @@ def test_spares_need_agents(
     assert "--ntasks-per-node=1\n" in script and "--no-kill --kill-on-bad-exit=0 --wait=0" in script
     assert "MESHWRIGHT_SPARES=$((SLURM_JOB_NUM_NODES - 2))" in script
     assert main([*words[:-1], "--force"]) == 0 and "no-kill" not in capsys.readouterr().out
+    # without spare nodes the run goes on with fewer replicas
+    assert main([*words[:-1], "--spares=0", *mirror, "--force"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --no-kill\n" in script
+    assert "--no-kill --kill-on-bad-exit=0 --wait=0" in script
 
 
 COMMANDS = {

@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, overload
 
@@ -77,6 +78,12 @@ def shard_name(grid: Grid, rank: int) -> str:
     at = grid.coordinates(rank)
     of_cp = f"-cp{at.cp_rank}" if grid.cp > 1 else ""
     return f"pp{at.pp_rank}-dp{at.dp_rank}{of_cp}-tp{at.tp_rank}"
+
+
+@lru_cache(maxsize=4)
+def shard_names(grid: Grid) -> tuple[str, ...]:
+    """Return the names of the shards of all ranks, in order."""
+    return tuple(shard_name(grid, rank) for rank in range(grid.size))
 
 
 @contextmanager

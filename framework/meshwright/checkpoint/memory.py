@@ -9,8 +9,8 @@
         pp0-dp1-tp0.*             the same of a rank on the node before: see run/mirror.py
 
 The boxes are those of a checkpoint on disk (``run/pieces.py``), and so is their reader: any layout can
-read them (memory_read.py). Nothing is hashed or synced: the mirror outlives the ranks, not their
-launcher.
+read them (memory_read.py). A mark has the degrees of the grid whose ranks wrote the step, and so the names
+of all of its shards. Nothing is hashed or synced: the mirror outlives the ranks, not their launcher.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import (
@@ -39,14 +39,18 @@ from meshwright.checkpoint.shard import (
     describe,
     lay_out,
 )
+from meshwright.mesh.grid import Grid
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
+from meshwright.system.numbers import MAX_RANKS
 
 SLOTS = ("even", "odd")
 MARK_SUFFIX = ".step.json"
 FILE_SUFFIX = ".safetensors"
 FROZEN_SUFFIX = ".frozen.safetensors"
 NO_HASH = "0" * 64
+ONE_RANK = Grid()
+Degree = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 
 
 class StepMark(StrictModel):
@@ -54,12 +58,26 @@ class StepMark(StrictModel):
 
     generation: Int64
     """Number of the launch of this run's ranks that wrote it."""
+    degrees: Annotated[tuple[Degree, ...], Field(min_length=5, max_length=5)]
+    """Grid of the ranks that wrote the step; see :attr:`Grid.degrees`."""
     step: Int64
     samples_seen: Int64
     seed: Int64
     config: dict[str, object]
     data_fingerprint: dict[str, str]
     state: dict[str, object]
+
+    @model_validator(mode="after")
+    def _check_degrees(self) -> Self:
+        """Check that so many ranks are possible: the names of their shards are listed."""
+        if self.grid.size > MAX_RANKS:
+            raise ValueError(f"{self.grid} has more than {MAX_RANKS:,} ranks")
+        return self
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the ranks that wrote the step."""
+        return Grid.of(self.degrees)
 
     @property
     def head(self) -> CheckpointMetadata:
@@ -185,11 +203,14 @@ class MirrorWriter:
         shard_name: str,
         generation: int = 0,
         frozen_names: frozenset[str] = frozenset(),
+        grid: Grid = ONE_RANK,
     ) -> None:
-        """Write below ``directory`` as ``shard_name``; ``generation``: see :class:`StepMark`.
+        """Write below ``directory`` as ``shard_name``, one of the shards of ``grid``; ``generation``:
+        see :class:`StepMark`.
 
         ``frozen_names``: parameters that no step changes; they are copied once.
         """
+        self._degrees = grid.degrees
         self._shard = ShardMemory(directory, shard_name)
         self._generation = generation
         self._frozen_names = frozen_names
@@ -220,7 +241,9 @@ class MirrorWriter:
             report, new_frozen, targets = self._lay_out(slot, changing, frozen, versions)
             found = self._layouts[slot] = _Layout(kinds, targets, versions)
         _copy(changing, found.targets)
-        mark = StepMark(generation=self._generation, **head._asdict()).model_dump_json()
+        mark = StepMark(
+            generation=self._generation, degrees=self._degrees, **head._asdict()
+        ).model_dump_json()
         self._shard.complete(slot, mark)
         data = self._shard.bytes_of(slot)
         return MirroredShard(slot, mark, report, data, bool(frozen), new_frozen)
@@ -359,12 +382,12 @@ def read_marks(directory: Path) -> list[tuple[str, str, StepMark]]:
     return found
 
 
-def remove_others(directory: Path, shard_names: Iterable[str]) -> None:
-    """Remove the shards of a node's memory that are not among ``shard_names``: of ranks that were
-    here, or were held here, before a recovery.
+def remove_others(directory: Path, slot: str, shard_names: Iterable[str]) -> None:
+    """Remove the shards in a slot of a node's memory that are not among ``shard_names``: of ranks that
+    were here, or were held here, before a recovery.
     """
     kept = set(shard_names)
-    for path in directory.glob("*/*"):
+    for path in directory.glob(f"{slot}/*"):
         shard_name = path.name.partition(".")[0]
         if shard_name and shard_name not in kept:  # "": a file that is about to be renamed
             path.unlink(missing_ok=True)

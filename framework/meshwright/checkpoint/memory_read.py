@@ -23,12 +23,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshwright.checkpoint.check import check
+from meshwright.checkpoint.files import shard_names
 from meshwright.checkpoint.manifest import CheckpointMetadata, Dtype, Manifest, PieceEntry
-from meshwright.checkpoint.memory import MARK_SUFFIX, SLOTS, StepMark, read_marks
+from meshwright.checkpoint.memory import MARK_SUFFIX, ONE_RANK, SLOTS, StepMark, read_marks
 from meshwright.checkpoint.read import CheckpointReader
 from meshwright.checkpoint.save import merge
 from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from meshwright.errors import CheckpointError
+from meshwright.mesh.grid import Grid
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 
 
@@ -38,6 +40,8 @@ class FoundShard(NamedTuple):
     generation: int
     step: int
     shard_name: str
+    degrees: tuple[int, ...] = ONE_RANK.degrees
+    """Grid of the ranks that wrote it."""
 
 
 class ChosenStep(NamedTuple):
@@ -47,6 +51,13 @@ class ChosenStep(NamedTuple):
     step: int
     nodes_of: dict[str, list[str]]
     """Nodes that have each shard."""
+    grid: Grid = ONE_RANK
+    """Grid of the ranks that wrote it, which may be another than that of the ranks that read it."""
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names of its shards, in the order of the ranks that wrote them."""
+        return shard_names(self.grid)
 
     @property
     def slot(self) -> str:
@@ -54,40 +65,38 @@ class ChosenStep(NamedTuple):
         return SLOTS[self.step % 2]
 
 
-def find_shards(directory: Path, shard_names: Sequence[str]) -> list[FoundShard]:
-    """Return the complete shards in a node's memory; ``shard_names``: those of the run."""
-    names = set(shard_names)
+def find_shards(directory: Path) -> list[FoundShard]:
+    """Return the complete shards in a node's memory."""
     return [
-        FoundShard(mark.generation, mark.step, shard_name)
-        for slot, shard_name, mark in read_marks(directory)
-        if shard_name in names and slot == SLOTS[mark.step % 2]
+        FoundShard(mark.generation, mark.step, name, mark.degrees)
+        for slot, name, mark in read_marks(directory)
+        if name in shard_names(mark.grid) and slot == SLOTS[mark.step % 2]
     ]
 
 
-def choose_step(
-    found: Mapping[str, Sequence[FoundShard]], shard_names: Sequence[str]
-) -> tuple[ChosenStep | None, str]:
+def choose_step(found: Mapping[str, Sequence[FoundShard]]) -> tuple[ChosenStep | None, str]:
     """Return the newest step whose shards are all in some node's memory, or the reason why there is
     none; an empty one if no node has any shard.
 
     A later launch of ranks counts as newer: it may have gone back to a checkpoint of an earlier step.
 
-    Args:
-        found: shards of each node.
-        shard_names: those of all ranks.
+    ``found``: shards of each node.
     """
-    nodes_of: dict[tuple[int, int], dict[str, list[str]]] = {}
+    nodes_of: dict[tuple[int, int, tuple[int, ...]], dict[str, list[str]]] = {}
     for node, shards in found.items():
-        for generation, step, shard_name in shards:
-            places = nodes_of.setdefault((generation, step), {})
-            places.setdefault(shard_name, []).append(node)
-    for generation, step in sorted(nodes_of, reverse=True):
-        if len(nodes_of[generation, step]) == len(shard_names):
-            return ChosenStep(generation, step, nodes_of[generation, step]), ""
+        for generation, step, name, degrees in shards:
+            places = nodes_of.setdefault((generation, step, degrees), {})
+            places.setdefault(name, []).append(node)
+    for key in sorted(nodes_of, reverse=True):
+        generation, step, degrees = key
+        grid = Grid.of(degrees)
+        if len(nodes_of[key]) == grid.size:
+            return ChosenStep(generation, step, nodes_of[key], grid), ""
     if not nodes_of:
         return None, ""
     newest = max(nodes_of)
-    missing = [name for name in shard_names if name not in nodes_of[newest]]
+    names = shard_names(Grid.of(newest[2]))
+    missing = [name for name in names if name not in nodes_of[newest]]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return None, (
         f"of step {newest[1]}, shard {missing[0]}{more} is on none of the nodes {', '.join(found)}"
@@ -112,7 +121,7 @@ def open_mirror(
     """Open a step of a mirror.
 
     Args:
-        texts: mark and report of every shard, in the order of the ranks.
+        texts: mark and report of every shard, in the order of the ranks that wrote them.
         node: name of this node, whose memory is ``directory``.
 
     Raises:

@@ -241,6 +241,17 @@ def _mirror(config: RunConfig) -> str | None:
     )
 
 
+def _fewest_replicas(config: RunConfig) -> str | None:
+    changed = non_defaults(config.launch, "min_dp", "grow_after_s")
+    if config.watch.mirror or not changed:
+        return None
+    return (
+        f"launch.{changed[0]} = {getattr(config.launch, changed[0])} has no effect without watch.mirror ="
+        " true, from which a run goes on with fewer replicas: leave it out, or set watch.mirror and"
+        " launch.max_restarts"
+    )
+
+
 CORPUS_FORM = ("eod_mask_loss", "packing", "document_boundaries")
 CORPUS_KEYS = (
     "train",
@@ -464,6 +475,11 @@ RULES = (
     ),
     Rule("MW-CONFIG-050", _most_skipped, ("watch.most_skipped", "watch.on_nonfinite")),
     Rule("MW-CONFIG-110", _mirror, ("watch.mirror", "launch.max_restarts")),
+    Rule(
+        "MW-CONFIG-112",
+        _fewest_replicas,
+        ("watch.mirror", "launch.min_dp", "launch.grow_after_s"),
+    ),
     Rule("MW-CONFIG-051", _warmup, ("optimizer.warmup_steps", "train.steps")),
     Rule(
         "MW-CONFIG-052", _learning_rates, ("optimizer.min_learning_rate", "optimizer.learning_rate")

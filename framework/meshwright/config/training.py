@@ -363,3 +363,13 @@ class Launch(Section):
     """Most restarts of a failed run from its newest checkpoint; 0: none.
     torchrun and srun have their own options.
     """
+    # 1, as torchtitan's min_replica_size. There a smaller run has a smaller global batch; here each step
+    # keeps its samples, so that fewer replicas cost time alone
+    min_dp: Count = 1
+    """Fewest replicas with which a run on several nodes goes on after it has lost a node and has no spare
+    one; the global batch stays. `parallel.dp`: it ends instead. With `watch.mirror` only.
+    """
+    grow_after_s: Annotated[float, Field(ge=0, le=10**8)] = 60.0
+    """Shortest time between a change of the number of replicas and the next planned one, when nodes for more
+    of them have come. With `watch.mirror` only.
+    """

@@ -15,7 +15,8 @@ update of step k + 1, and so after the sums, to which all ranks have come. So as
 come to the sums of step k + 1, step k - 1 is whole everywhere; and as soon as any rank has begun to
 overwrite it, step k is. This holds from the second step of a launch on. In its first step, and before, the
 step that the launch has resumed from takes the place of k - 1: its slot is the other one. Of a node that was
-lost, it is on the nodes that held the copies only.
+lost, it is on the nodes that held the copies only. All of this holds for a launch with another layout too: what
+lies in the slot that it overwrites first is no step that anybody resumes from.
 
 The join is also before the update, which changes what the thread copies, and before a callback's
 ``before_step``, which may. Buffers that forward changes are copied before the thread starts.
@@ -30,7 +31,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import CheckpointMetadata, TensorPiece, shard_name
+from meshwright.checkpoint import CheckpointMetadata, TensorPiece
+from meshwright.checkpoint.files import shard_names
 from meshwright.checkpoint.memory import SLOTS, MirrorWriter, remove_others
 from meshwright.mesh.neighbours import holders_on_next_nodes, ranks_of_nodes
 from meshwright.parts import NOT_MIRRORED, Observer, Parts, StepEvent
@@ -52,8 +54,10 @@ class Mirror(Observer):
         ``generation``: number of this launch of the ranks.
         """
         mesh = parts.mesh
-        names = [shard_name(mesh.grid, rank) for rank in range(mesh.grid.size)]
-        self._writer = MirrorWriter(directory, names[mesh.rank], generation, frozen_names(parts))
+        names = shard_names(mesh.grid)
+        self._writer = MirrorWriter(
+            directory, names[mesh.rank], generation, frozen_names(parts), mesh.grid
+        )
         holders = holders_on_next_nodes(mesh.nodes)
         self.exchange = MirrorExchange(mesh.host, directory, holders, names) if holders else None
         self._parts = parts
@@ -136,8 +140,9 @@ class Mirror(Observer):
         """Mirror a step, on the thread. ``computed``: event after what the pieces hold; None: on CPU."""
         try:
             self._num_steps += 1
-            if self._num_steps == len(SLOTS) + 1 and self._is_first_on_node:
-                remove_others(self._directory, self._shard_names)
+            if self._num_steps <= len(SLOTS) and self._is_first_on_node:
+                # no rank resumes from this slot any more; another layout has left larger shards in it
+                remove_others(self._directory, SLOTS[head.step % 2], self._shard_names)
             own = None
             try:
                 with _beside(computed, self._parts.mesh.device):

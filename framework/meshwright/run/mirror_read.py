@@ -1,11 +1,12 @@
 """Resume from a mirror in memory whose shards may lie on other nodes.
 
     open_newest_mirror   all ranks agree on the newest step whose shards are all somewhere, and on the rank that
-                         sends each shard's bytes: its own, or one of the node that holds a copy
+                         sends each shard's bytes: its own, or one of a node that has it
     OpenMirror.fetch     each rank lists the boxes that it reads and its node lacks, and gets them: of weights its
                          slice, of states its shard, and no whole shards
 
-Each rank holds what it fetches in host memory until it has restored its parts.
+The step may be of another layout, with fewer or more ranks: the marks name its shards. Each rank holds what
+it fetches in host memory until it has restored its parts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import shard_name
 from meshwright.checkpoint.memory_read import (
     Box,
     ChosenStep,
@@ -72,18 +72,18 @@ def open_newest_mirror(
 
     ``directory``: memory of this node, the same for all of its ranks.
     """
-    names = [shard_name(mesh.grid, rank) for rank in range(mesh.grid.size)]
     ranks_of, node = ranks_of_nodes(mesh.nodes), mesh.nodes[mesh.rank]
     is_first = ranks_of[node][0] == mesh.rank
-    own = find_shards(directory, names) if is_first else []
+    own = find_shards(directory) if is_first else []
     every: list[list[FoundShard]] = mesh.world.gather_objects(own, FoundShard)
     found = {name: every[ranks[0]] for name, ranks in ranks_of.items()}
-    chosen, problem = choose_step(found, names)
+    chosen, problem = choose_step(found)
     if chosen is None:
         if problem:
             log(f"the mirror in memory is left out: {problem}")
         return None
-    sources = _sources(chosen, names, mesh.nodes)
+    names = chosen.shard_names
+    sources = _sources(chosen, mesh.nodes)
     served = [name for name, rank in sources.items() if rank == mesh.rank]
     reader, problem = None, ""
     texts: list[tuple[str, str, str]] = []
@@ -105,19 +105,22 @@ def open_newest_mirror(
         log(f"the mirror in memory is left out: {text}")
     if reader is None or problems:
         return None
-    for line in _describe(sources, mesh.nodes):
+    for line in _describe(sources, mesh.nodes) if chosen.grid == mesh.grid else ():
         log(line)
     is_everywhere = all(len(places) == len(ranks_of) for places in chosen.nodes_of.values())
     return OpenMirror(reader, sources, is_everywhere)
 
 
-def _sources(chosen: ChosenStep, names: Sequence[str], nodes: Sequence[str]) -> dict[str, int]:
-    """Return the rank that sends each shard: its own if it has it, else one of a node that does."""
+def _sources(chosen: ChosenStep, nodes: Sequence[str]) -> dict[str, int]:
+    """Return the rank that sends each shard: that of its number if its node has it, else one of a node
+    that does.
+    """
     ranks_of, sources = ranks_of_nodes(nodes), {}
-    for rank, name in enumerate(names):
+    for number, name in enumerate(chosen.shard_names):
         places = chosen.nodes_of[name]
         there = ranks_of[places[0]]
-        sources[name] = rank if nodes[rank] in places else there[rank % len(there)]
+        is_here = number < len(nodes) and nodes[number] in places
+        sources[name] = number if is_here else there[number % len(there)]
     return sources
 
 

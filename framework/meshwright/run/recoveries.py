@@ -1,10 +1,11 @@
 """Recoveries in place of a run (``watch.mirror``): the launcher's log of them, ``recoveries.jsonl``.
 
     {"at": "2026-12-01 12:00:00+00:00", "generation": 1, "what": "rank 3 was ended by SIGKILL", "nodes": ["b"],
-     "replaced": 1, "step": 42, "detected_s": 0.1, "left_s": 1.2, ..., "stepped_s": 2.5}
+     "replaced": 1, "change": "", "planned": false, "step": 42, "detected_s": 0.1, "left_s": 1.2, ...,
+     "stepped_s": 2.5}
 
 Seconds count from when the failure was seen; ``detected_s`` is before it. Earlier versions left out nodes,
-replaced, step and detected_s.
+replaced, change, planned, step and detected_s.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class LoggedRecovery(NamedTuple):
     """Number of processes that were replaced."""
     seconds: dict[str, float]
     """Seconds of each of PHASES that the line has."""
+    change: str = ""
+    """Numbers of the layout that it has changed, such as ``dp 4 -> 2, chunks 2 -> 4``."""
+    is_planned: bool = False
+    """Flag: nodes for more replicas had come, and nothing had failed."""
 
 
 def read_recoveries(directory: Path) -> Iterator[LoggedRecovery | str]:
@@ -74,6 +79,8 @@ def _parse(line: bytes) -> LoggedRecovery:
             for phase in PHASES
             if isinstance(found.get(f"{phase}_s"), int | float)
         },
+        change=str(found.get("change", "")),
+        is_planned=found.get("planned") is True,
     )
 
 

@@ -14,7 +14,7 @@ from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space
-from meshwright.config import LossScaling, batch_numbers, samples_after, write_snapshot
+from meshwright.config import LossScaling, RunConfig, batch_numbers, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, StoreAwayError, UnreadableError
 from meshwright.mesh.mesh import Mesh, environment_rank
 from meshwright.optimizer import MAX_SCALE, LossScale, first_scale, saved_states_of
@@ -334,20 +334,22 @@ def record_start(
     files: RunFiles,
     corpus_times: Mapping[str, int] | None,
     log: Callable[[str], None],
+    configured: RunConfig | None = None,
 ) -> None:
-    """Record this start in the run's directory, on rank 0: configuration, log of starts,
-    placement of the ranks.
+    """Record this start in the run's directory, on rank 0: configuration, log of starts with the layout
+    in use, placement of the ranks.
 
     Called after :func:`resume`, so that a run that cannot be resumed keeps the configuration it was
     trained with.
 
     Args:
         corpus_times: modification time of each file of the corpus in ns, by path.
+        configured: with the layout that the next start has; None: the one in use.
     """
     config, mesh = parts.config, parts.mesh
     if mesh.rank != 0:
         return
-    write_snapshot(files.directory, config)
+    write_snapshot(files.directory, configured or config)
     if parts.state.step < config.train.steps:
         parts.restarts = starts.record_start(
             files.directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times, log

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.checkpoint import TensorKind, TensorPiece
+from meshwright.checkpoint.files import shard_names
 from meshwright.checkpoint.memory import MirrorWriter
 from meshwright.checkpoint.memory_read import (
     MirrorReader,
@@ -20,10 +20,12 @@ from meshwright.checkpoint.memory_read import (
     read_texts,
 )
 from meshwright.errors import CheckpointError
+from meshwright.mesh import Grid
 from meshwright.parameters import ParameterInfo
 from tests.framework.checkpoint.conftest import SHAPES, Fake, State
 
-NAMES = ["pp0-dp0-tp0", "pp0-dp0-tp1"]
+GRID = Grid(tp=2)
+NAMES = shard_names(GRID)
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def write(
 ) -> None:
     """Mirror a step of a model that two tp ranks share, as some of them do."""
     for rank in ranks:
-        writer = MirrorWriter(directory, NAMES[rank], launch)
+        writer = MirrorWriter(directory, NAMES[rank], launch, grid=GRID)
         writer.write(fake.head(step), list(_kept(fake, state, rank)))
 
 
@@ -50,12 +52,12 @@ def _kept(fake: Fake, state: State, rank: int) -> list[TensorPiece]:
     return [each._replace(tensor=each.tensor.clone()) for each in fake.pieces(state, 2, rank)]
 
 
-def opened(directory: Path, names: Sequence[str] = NAMES) -> MirrorReader | None:
+def opened(directory: Path) -> MirrorReader | None:
     """Open the newest complete step in the memory of one node."""
-    chosen, _ = choose_step({"node": find_shards(directory, names)}, names)
+    chosen, _ = choose_step({"node": find_shards(directory)})
     if chosen is None:
         return None
-    texts = {name: read_texts(directory, chosen.slot, name) for name in names}
+    texts = {name: read_texts(directory, chosen.slot, name) for name in chosen.shard_names}
     return open_mirror(directory, chosen, texts, "node")
 
 
@@ -70,7 +72,7 @@ def assert_holds(directory: Path, step: int, state: State) -> None:
 
 def test_steps_take_turns(fake: Fake, tmp_path: Path) -> None:
     """One writer of each rank writes in place; the step before stays whole."""
-    writers = [MirrorWriter(tmp_path, name) for name in NAMES]
+    writers = [MirrorWriter(tmp_path, name, grid=GRID) for name in NAMES]
     for step in range(1, 6):
         state = fake.state(seed=step)
         for rank, writer in enumerate(writers):
@@ -87,7 +89,7 @@ def test_a_rank_that_dies_while_it_writes(
     """It has changed half of its boxes of step 3; step 2 is resumed."""
     write(fake, tmp_path, fake.state(seed=1), 1)
     write(fake, tmp_path, fake.state(seed=2), 2)
-    writer = MirrorWriter(tmp_path, NAMES[1])
+    writer = MirrorWriter(tmp_path, NAMES[1], grid=GRID)
     pieces = _kept(fake, fake.state(seed=3), 1)
     writer.write(fake.head(1), pieces)
 
@@ -125,7 +127,7 @@ def test_a_parameter_without_elements_is_there(tmp_path: Path, fake: Fake) -> No
     info = ParameterInfo("empty", (0, 4))
     piece = TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(0), 0)
     MirrorWriter(tmp_path, NAMES[0]).write(fake.head(1), [piece])
-    checkpoint = opened(tmp_path, NAMES[:1])
+    checkpoint = opened(tmp_path)
     assert checkpoint is not None
     found = checkpoint.read(TensorKind.WEIGHTS, info)
     assert found is not None and found.shape == (0, 4)
@@ -135,11 +137,11 @@ def test_padding_of_a_bucket_is_not_in_the_file(tmp_path: Path, fake: Fake) -> N
     """Flat elements of a slice with padding rows, as of a vocabulary that tp does not divide."""
     full = torch.randn(10, 6)
     infos = [fake.info("embedding.weight", 3, rank) for rank in range(3)]
-    names = ["a", "b", "c"]
-    for name, info in zip(names, infos, strict=True):
+    grid = Grid(tp=3)
+    for name, info in zip(shard_names(grid), infos, strict=True):
         piece = TensorPiece(TensorKind.WEIGHTS, info, info.take(full).flatten(), 0)
-        MirrorWriter(tmp_path, name).write(fake.head(1), [piece])
-    checkpoint = opened(tmp_path, names)
+        MirrorWriter(tmp_path, name, grid=grid).write(fake.head(1), [piece])
+    checkpoint = opened(tmp_path)
     assert checkpoint is not None
     found = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (10, 6)))
     assert found is not None and torch.equal(found, full)
@@ -164,9 +166,9 @@ def test_what_one_rank_alone_knows_is_kept(tmp_path: Path, fake: Fake) -> None:
     """Rank 1 has asked to end the run."""
     pieces = [_kept(fake, fake.state(), rank) for rank in (0, 1)]
     head = fake.head(1)
-    MirrorWriter(tmp_path, NAMES[0]).write(head, pieces[0])
+    MirrorWriter(tmp_path, NAMES[0], grid=GRID).write(head, pieces[0])
     asked = head._replace(state={**head.state, "stop_reason": "good enough"})
-    MirrorWriter(tmp_path, NAMES[1]).write(asked, pieces[1])
+    MirrorWriter(tmp_path, NAMES[1], grid=GRID).write(asked, pieces[1])
     checkpoint = opened(tmp_path)
     assert checkpoint is not None and checkpoint.manifest.state["stop_reason"] == "good enough"
 
@@ -174,7 +176,7 @@ def test_what_one_rank_alone_knows_is_kept(tmp_path: Path, fake: Fake) -> None:
 def test_boxes_that_do_not_cover_a_tensor_are_refused(fake: Fake, tmp_path: Path) -> None:
     for rank, name in enumerate(NAMES):
         pieces = _kept(fake, fake.state(), rank)[rank:]  # rank 1 leaves one out
-        MirrorWriter(tmp_path, name).write(fake.head(1), pieces)
+        MirrorWriter(tmp_path, name, grid=GRID).write(fake.head(1), pieces)
     with pytest.raises(CheckpointError, match="MW-CHECKPOINT-030"):
         opened(tmp_path)
 
@@ -192,3 +194,13 @@ def test_a_full_memory_is_an_error_and_not_a_signal(
     with pytest.raises(OSError, match="No space left"):
         write(fake, tmp_path, fake.state(seed=2), 2)
     assert_holds(tmp_path, 1, fake.state(seed=1))
+
+
+def test_degrees_that_no_run_has(fake: Fake, tmp_path: Path) -> None:
+    """A mark of more ranks than are possible is damaged: their names are never listed."""
+    write(fake, tmp_path, fake.state(), 1)
+    for mark in tmp_path.glob("*/*.step.json"):
+        text = mark.read_text()
+        assert '"degrees":[1,1,2,1,1]' in text
+        mark.write_text(text.replace("[1,1,2,1,1]", "[1000,1000,2,1,1]"))
+    assert opened(tmp_path) is None

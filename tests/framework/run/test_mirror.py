@@ -17,6 +17,7 @@ import torch
 
 from meshwright.build import build
 from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, memory
+from meshwright.checkpoint.files import shard_name, shard_names
 from meshwright.checkpoint.memory_read import Box, FoundShard, choose_step
 from meshwright.config import RunConfig, resolve
 from meshwright.mesh.grid import Grid
@@ -157,28 +158,44 @@ def test_a_full_memory_switches_all_ranks_off(
 
 
 def test_the_newest_step_that_is_whole_somewhere() -> None:
-    """Step 5 lacks shard y; that of the launch before is not taken in its place."""
-    node_a = [FoundShard(1, 4, "x"), FoundShard(1, 5, "x"), FoundShard(0, 5, "y")]
-    node_b = [FoundShard(1, 4, "y"), FoundShard(1, 4, "x")]
-    chosen, problem = choose_step({"a": node_a, "b": node_b}, ["x", "y"])
+    """Step 5 lacks a shard; that of the launch before is not taken in its place."""
+    x, y = shard_names(Grid(dp=2))
+    node_a = [_found(1, 4, x), _found(1, 5, x), _found(0, 5, y)]
+    node_b = [_found(1, 4, y), _found(1, 4, x)]
+    chosen, problem = choose_step({"a": node_a, "b": node_b})
     assert chosen is not None and not problem
-    assert chosen[:2] == (1, 4) and chosen.nodes_of == {"x": ["a", "b"], "y": ["b"]}
-    assert chosen.slot == "even"
+    assert chosen[:2] == (1, 4) and chosen.nodes_of == {x: ["a", "b"], y: ["b"]}
+    assert chosen.slot == "even" and chosen.shard_names == (x, y)
+
+
+def _found(generation: int, step: int, name: str, dp: int = 2) -> FoundShard:
+    return FoundShard(generation, step, name, Grid(dp=dp).degrees)
+
+
+def test_a_step_of_another_layout() -> None:
+    """Shards of two layouts have the same names; they are never combined."""
+    x, y, z = shard_names(Grid(dp=3))
+    before = [_found(0, 4, name, dp=3) for name in (x, y, z)]
+    chosen, _ = choose_step({"a": [_found(1, 5, x)], "b": before})
+    assert chosen is not None and chosen[:2] == (0, 4) and chosen.shard_names == (x, y, z)
+    chosen, _ = choose_step({"a": [_found(1, 5, x)], "b": [*before, _found(1, 5, y)]})
+    assert chosen is not None and chosen[:2] == (1, 5) and chosen.grid == Grid(dp=2)
 
 
 def test_a_later_launch_is_newer() -> None:
     """It has gone back to a checkpoint."""
-    found = [FoundShard(0, 9, "x"), FoundShard(1, 4, "x")]
-    chosen, _ = choose_step({"a": found}, ["x"])
+    name = shard_name(Grid(), 0)
+    chosen, _ = choose_step({"a": [FoundShard(0, 9, name), FoundShard(1, 4, name)]})
     assert chosen is not None and chosen[:2] == (1, 4)
 
 
 def test_what_is_nowhere_is_named() -> None:
     """The run resumes from its checkpoint."""
-    chosen, problem = choose_step({"a": [FoundShard(0, 3, "x")], "b": []}, ["x", "y", "z"])
+    x, y, _ = shard_names(Grid(dp=3))
+    chosen, problem = choose_step({"a": [_found(0, 3, x, dp=3)], "b": []})
     assert chosen is None
-    assert problem == "of step 3, shard y and 1 more is on none of the nodes a, b"
-    assert choose_step({"a": [], "b": []}, ["x"]) == (None, "")
+    assert problem == f"of step 3, shard {y} and 1 more is on none of the nodes a, b"
+    assert choose_step({"a": [], "b": []}) == (None, "")
 
 
 def test_a_box_in_pieces() -> None:

@@ -37,6 +37,15 @@ def test_each_is_in_one_record(tmp_path: Path) -> None:
     assert seen(observer) == (2, 2.5)
 
 
+def test_a_change_of_the_layout(tmp_path: Path) -> None:
+    """Lines of earlier versions have none."""
+    grown = {"what": "node b can take ranks", "change": "dp 2 -> 3, chunks 3 -> 2", "planned": True}
+    (tmp_path / "recoveries.jsonl").write_text(line(1.0) + json.dumps(grown) + "\n")
+    found = [each for each in read_recoveries(tmp_path) if isinstance(each, LoggedRecovery)]
+    assert [each.change for each in found] == ["", "dp 2 -> 3, chunks 3 -> 2"]
+    assert [each.is_planned for each in found] == [False, True]
+
+
 def test_hostile_lines(tmp_path: Path) -> None:
     """None raises, and none is read as a recovery that it is not."""
     texts = ["[]", "7", '{"step": true}', '{"nodes": 3, "step": -1}', '{"stepped_s": "x"}', "{", ""]
