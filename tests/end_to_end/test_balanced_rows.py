@@ -35,7 +35,7 @@ def config_of(corpus: Path, runs: Path, balance: str, text: str, **sections: Any
 @pytest.mark.parametrize(
     ("text", "packing"),
     [
-        ("dp2", "stream"),
+        long_row("dp2", "stream"),
         ("dp2,pp2", "documents"),
         ("dp4,zero3", "stream"),
         long_row("cp2,tp2", "documents"),

@@ -109,9 +109,9 @@ def held(pool: RankPool, config: RunConfig, tmp_path: Path) -> dict[str, torch.T
     ("source", "text", "dtype", "optimizer"),
     [
         ("gpt2-bfloat16", "dp2,pp2,tp2", "bfloat16", "adamw"),
-        ("gpt2-bfloat16", "dp2,zero3", "bfloat16", "adamw"),
+        long_row("gpt2-bfloat16", "dp2,zero3", "bfloat16", "adamw"),
         ("gpt2-bfloat16", "pp2,tp2,sequence", "float32", "adamw"),
-        ("gpt2-float32", "dp2,tp2", "bfloat16", "adamw"),
+        long_row("gpt2-float32", "dp2,tp2", "bfloat16", "adamw"),
         ("gpt2-float32", "cp2", "float64", "lion"),
         ("gpt2-float32", "dp2,offload", "float32", "adamw"),
         ("llama-bfloat16", "tp2,pp2", "bfloat16", "muon"),
