@@ -5,6 +5,7 @@
     python benchmarks/planner_accuracy.py --runs FILE           other runs, in the columns of published_runs.csv
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
     python benchmarks/planner_accuracy.py --never-fitted        the sources that are in no fit
+    python benchmarks/planner_accuracy.py --classes             error_bars.ERRORS of `plan`, of all sources
 
 The constants (:class:`meshwright_plan.planner.rates.RateFractions`) are one set for all devices,
 models and frameworks. Each source is predicted with the constants that fit all *other* sources
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import UserError
+from meshwright_plan.planner.error_bars import KindError, RunKind, generation_of
 from meshwright_plan.planner.hardware import Hardware, read_hardware
 from meshwright_plan.planner.layout_model import LayoutModel
 from meshwright_plan.planner.rates import RateFractions
@@ -73,6 +75,8 @@ BARS = {
 ``BAR`` on the mean.
 """
 BAR = 0.10
+MIN_RUNS = 5
+"""Fewest runs that state all that matters for an error of their kind without the others."""
 
 
 class Drawn(NamedTuple):
@@ -101,6 +105,7 @@ class Scored(NamedTuple):
     """Share of each part in the predicted step."""
     cp: int = 1
     ep: int = 1
+    kind: RunKind = RunKind("", has_experts=False, is_float8=False)
 
     @property
     def error(self) -> float:
@@ -260,7 +265,35 @@ def predict(row: Drawn, fractions: RateFractions) -> Scored:
         shares,
         of.cp,
         of.ep,
+        kind_of(row),
     )
+
+
+def kind_of(row: Drawn) -> RunKind:
+    """Return the kind of run that a row is."""
+    of = row.case.row
+    return RunKind(
+        generation_of(row.hardware.name),
+        has_experts="moe" in of.options,
+        is_float8="float8" in of.precision or "fp8" in of.precision,
+    )
+
+
+def errors_by_kind(scored: Sequence[Scored]) -> list[KindError]:
+    """Return the mean error of each kind: of the rows that state all that matters, and of the others
+    where there are fewer than MIN_RUNS of these.
+    """
+    groups: dict[RunKind, list[Scored]] = defaultdict(list)
+    for one in scored:
+        if one.step_s is not None:
+            groups[one.kind].append(one)
+    found = []
+    for kind, rows in sorted(groups.items()):
+        whole = [row for row in rows if row.whole]
+        counted = whole if len(whole) >= MIN_RUNS else rows
+        mean = sum(abs(row.error) for row in counted) / len(counted)
+        found.append(KindError(kind, len(counted), round(mean, 3)))
+    return found
 
 
 def show_axis(scored: Sequence[Scored], console: Console, axis: str) -> list[dict[str, Any]]:
@@ -409,13 +442,16 @@ def main() -> int:
     parser.add_argument(
         "--never-fitted", action="store_true", help=f"of the sources {', '.join(NEVER_FITTED)}"
     )
+    parser.add_argument(
+        "--classes", action="store_true", help="errors by kind of run, of all sources"
+    )
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     console = Console(width=160)
     begin = time.monotonic()
 
     def is_wanted(name: str) -> bool:
-        if options.runs != DATA:
+        if options.runs != DATA or options.classes:
             return name.startswith(options.only)
         return is_never_fitted(name) == options.never_fitted and name.startswith(
             "" if options.fit else options.only
@@ -439,6 +475,15 @@ def main() -> int:
     sets = stored()
     rows = [row for row in rows if row.case.row.id.startswith(options.only)]
     scored = [predict(row, sets.get(paper(row), sets[""])) for row in rows]
+    kinds = errors_by_kind(scored)
+    if options.classes:
+        for each in kinds:
+            console.print(f"{each.kind!s:40} {each.num_runs:4} runs {each.share:6.1%}")
+            generation, has_experts, is_float8 = each.kind
+            kind = f'RunKind("{generation}", has_experts={has_experts}, is_float8={is_float8})'
+            line = f"    KindError({kind}, {each.num_runs}, {each.share}),"
+            console.print(line, soft_wrap=True, highlight=False)
+        return 0
     lines = show(scored, console, each=bool(options.only))
     context, experts = (show_axis(scored, console, axis) for axis in ("cp", "ep"))
     rankings = rank(

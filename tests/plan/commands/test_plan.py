@@ -24,8 +24,9 @@ from meshwright_launch.pool import RankPool
 from meshwright_launch.work import check, work
 from meshwright_plan.planner.calibrate import DeviceRates, build_hardware, to_toml
 from meshwright_plan.planner.choice import choice_of
+from meshwright_plan.planner.error_bars import MEASURED_ERROR_SHARE
 from meshwright_plan.planner.hardware import Link, Rate, read_hardware
-from meshwright_plan.planner.ranking import MEASURED_ERROR_SHARE, TIE_SHARE
+from meshwright_plan.planner.ranking import TIE_SHARE
 from meshwright_plan.planner.search import BEST
 from tests.support.marks import marked_rows
 

@@ -10,7 +10,6 @@ from meshwright.errors import ConfigError
 from meshwright.terminal.output import put
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.model_cache import ModelCache
-from meshwright_plan.planner.ranking import error_share
 from meshwright_plan.planner.sweep import sweep, sweep_table
 
 MAX_POINTS = 64
@@ -38,5 +37,5 @@ def run_sweep(options: argparse.Namespace, cache: ModelCache, hardware: Hardware
             f" {MAX_POINTS} at most: name fewer numbers",
         )
     points = sweep(cache, hardware, nodes, batches)
-    put("\n".join(sweep_table(points, options.device_hour, error_share(hardware))))
+    put("\n".join(sweep_table(points, options.device_hour, cache.error_bar(hardware).share)))
     return 0 if any(each.layout is not None for each in points) else 2

@@ -41,8 +41,10 @@ from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_par
 from meshwright.traits import find_traits
 from meshwright_plan.planner.choice import Pins
 from meshwright_plan.planner.context import EXCHANGE, ContextModel
+from meshwright_plan.planner.error_bars import ErrorBar, error_bar
 from meshwright_plan.planner.experts import AXIS as EP
 from meshwright_plan.planner.experts import ExpertGroup, load_limit
+from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.kernels import ExecutionOptions, stand_for
 from meshwright_plan.planner.layer_profile import LayerProfile
 from meshwright_plan.planner.layout_model import LayoutModel
@@ -94,6 +96,11 @@ class ModelCache:
         shapes = MetaMicrobatch(*example(self.config.data, 1))
         draw_functions_by_name(model, shapes.cast(torch.float32).inputs)
         return model
+
+    def error_bar(self, hardware: Hardware) -> ErrorBar:
+        """Return the error bar of predicted step times."""
+        is_float8 = self.config.train.linear == "fp8"
+        return error_bar(hardware, has_experts=bool(self.traits.experts), is_float8=is_float8)
 
     @cached_property
     def names(self) -> list[str]:

@@ -17,7 +17,6 @@ from meshwright_plan.planner.figures import memory_bars, trade_off
 from meshwright_plan.planner.memory.rank import CATEGORIES
 from meshwright_plan.planner.model_cache import ModelCache
 from meshwright_plan.planner.plan import Plan, tokens_per_second, usable_bytes
-from meshwright_plan.planner.ranking import error_share
 from meshwright_plan.planner.row_work import row_lines
 from meshwright_plan.planner.text import memory_rows, notes, of_mirror
 
@@ -29,7 +28,7 @@ MAX_DRAWN = 4096
 def page(cache: ModelCache, plan: Plan) -> str:
     """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
-    timeline, share = first.time.timeline, error_share(plan.hardware)
+    timeline, share = first.time.timeline, plan.error.share
     of_rows = row_lines(cache, plan.hardware, first)
     return render(
         TEMPLATE,
@@ -78,10 +77,7 @@ def _rows(cache: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             str(number),
-            (
-                f"{duration(each.time.total)} ±"
-                f" {duration(each.time.total * error_share(plan.hardware), 2)}"
-            ),
+            (f"{duration(each.time.total)} ± {duration(each.time.total * plan.error.share, 2)}"),
             f"{each.mfu:.1%}",
             format_size(each.peak_bytes),
             f"{each.time.bubble_share:.1%}",

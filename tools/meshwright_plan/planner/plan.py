@@ -11,6 +11,7 @@ from meshwright.config import RunConfig, batch_numbers
 from meshwright.schedule.action import Schedule
 from meshwright_plan.planner.choice import Choice, Rejection
 from meshwright_plan.planner.cost import StepTime, step_time
+from meshwright_plan.planner.error_bars import ErrorBar
 from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.layout_model import LayoutModel
 from meshwright_plan.planner.memory.rank import RankMemory
@@ -63,6 +64,8 @@ class Plan:
     """Number of layouts that the rules allow."""
     num_fitting: int
     """Number of those layouts that fit into memory by formula."""
+    error: ErrorBar
+    """Error bar of the predicted times."""
     trade_off: list[tuple[float, int, Choice]] = field(default_factory=list)
     """(seconds, bytes, choice) of fitting layouts, by formula."""
     closest: tuple[int, Choice] | None = None

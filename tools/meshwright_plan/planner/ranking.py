@@ -1,7 +1,5 @@
-"""Ranking of layouts within the prediction's error: error bars, ties, the simplest of a tie,
-near-duplicates.
+"""Ranking of layouts within the prediction's error: ties, the simplest of a tie, near-duplicates.
 
-ERROR_SHARE              mean error of a step's time                   the bar beside each time
 TIE_SHARE                lead that is hardly better than chance        a tie, which goes to the simplest layout
 same degrees and a tie                                                 one line, of the simplest
 """
@@ -15,15 +13,8 @@ from typing import NamedTuple
 from meshwright.config import V_SCHEDULES
 from meshwright_plan.planner.choice import Choice
 from meshwright_plan.planner.context import context_words
-from meshwright_plan.planner.hardware import Hardware
 from meshwright_plan.planner.plan import RankedLayout
 
-ERROR_SHARE = 0.062
-"""Mean error of predicted times on published runs of three sources
-that no constant was fitted on.
-"""
-MEASURED_ERROR_SHARE = 0.125
-"""Mean error after ``calibrate`` (16 layouts on CPUs)."""
 TIE_SHARE = 0.02
 """Predicted lead below which the order of two layouts is hardly better than chance: right in 69 %
 of the pairs of published runs of one model on one cluster; 84 % from 2 to 4 %, 95 % from 4 to 10 %,
@@ -42,11 +33,6 @@ class Line(NamedTuple):
     def fastest_s(self) -> float:
         """Predicted seconds of the fastest among the layout and its near-duplicates."""
         return min(each.time.total for each in (self.layout, *self.alike))
-
-
-def error_share(hardware: Hardware) -> float:
-    """Return the mean relative error of predicted times on a hardware."""
-    return MEASURED_ERROR_SHARE if hardware.measured or hardware.products else ERROR_SHARE
 
 
 def complexity(choice: Choice) -> tuple[float, ...]:

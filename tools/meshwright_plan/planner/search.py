@@ -71,7 +71,7 @@ def search(
         the fastest is first.
     """
     hardware.check_dtype(cache.config.train.dtype)
-    plan = Plan(cache.config, hardware, nodes, [], [], 0, 0)
+    plan = Plan(cache.config, hardware, nodes, [], [], 0, 0, cache.error_bar(hardware))
     run = _Search(cache, hardware, plan, usable_bytes(hardware))
     run.estimate_all(offload)
     if settles:

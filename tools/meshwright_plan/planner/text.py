@@ -24,7 +24,7 @@ from meshwright_plan.planner.plan import (
     tokens_per_second,
     usable_bytes,
 )
-from meshwright_plan.planner.ranking import TIE_SHARE, error_share
+from meshwright_plan.planner.ranking import TIE_SHARE
 from meshwright_plan.planner.row_work import row_lines
 
 MAX_RULES = 14
@@ -83,7 +83,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
     """Format one line per layout, with the error bar of its time and the number
     of its near-duplicates.
     """
-    share = error_share(plan.hardware)
+    share = plan.error.share
     shown = {
         axis for axis in ("cp", "ep") if any(getattr(each.choice, axis) > 1 for each in layouts)
     }
@@ -147,8 +147,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
 
 def notes(plan: Plan) -> list[str]:
     """Explain the error bars, and the near-duplicates and the tie of a settled plan."""
-    share = error_share(plan.hardware)
-    lines = [f"±: mean error of predicted times, {share:.1%} (docs/planner-accuracy.md)"]
+    lines = [f"±{plan.error.share:.1%}: {plan.error.text} (docs/planner-accuracy.md)"]
     if plan.alike:
         lines.append(
             f"alike: more layouts of these degrees within {TIE_SHARE:.0%}, of which the simplest is"
