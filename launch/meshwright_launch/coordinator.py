@@ -546,7 +546,9 @@ class Coordinator:
         is_smaller = self._replicas.dp < self._counts.configured.dp
         if not (is_smaller and self._table.spares() and self._growth.is_due()):
             return False
-        return self._have_stepped() and not self._is_requested and not self._has_finished()
+        if self._is_requested or self._has_finished() or not self._have_stepped():
+            return False
+        return self._mirror.has_step()  # switched off, a change would cost steps
 
     def _grow(self) -> None:
         """Start all ranks anew with more replicas, if the nodes hold them. No failure is counted."""

@@ -62,6 +62,14 @@ class MirrorPlace:
 
         return newest_step(self.open())
 
+    def has_step(self) -> bool:
+        """Return True if a step of the newest launch of ranks is in memory. Where the mirror was switched
+        off for want of space, there is none.
+        """
+        from meshwright.checkpoint.memory import read_marks
+
+        return any(mark.generation == self.generation for _, _, mark in read_marks(self.open()))
+
     def clear(self) -> None:
         """Forget all steps: a restart must not resume from them."""
         for slot in self.open().iterdir():

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from meshwright.checkpoint import CheckpointMetadata
+from meshwright.checkpoint.memory import MirrorWriter
 from meshwright.config import RunConfig, resolve
 from meshwright_launch.agent import Agent
 from meshwright_launch.coordinator import (
@@ -226,6 +228,12 @@ class Growing:
             note_store(self.setting.store).set(f"stepped/0/{rank}", "")
         count = note_store(self.setting.store).add("stepped/0", 0)
         note_store(self.setting.store).add("stepped/0", self.coordinator._num_ranks - count)
+        self.mirror_step()
+
+    def mirror_step(self) -> None:
+        """Write what the mirror of a rank of the first node writes."""
+        writer = MirrorWriter(self.setting.mirror.open(), "rank", self.setting.mirror.generation)
+        writer.write(CheckpointMetadata(2, 4, 0, {}, {}, {}), [])
 
 
 def test_a_run_grows_after_a_pause(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +245,9 @@ def test_a_run_grows_after_a_pause(setting: Setting, monkeypatch: pytest.MonkeyP
     growing.step()
     assert not coordinator._can_grow(), "the pause is not over"
     coordinator._growth.changed_s -= 61
+    setting.mirror.clear()
+    assert not coordinator._can_grow(), "the mirror was switched off: steps would be lost"
+    growing.mirror_step()
     assert coordinator._can_grow()
     coordinator._grow()
     assert (table.blocks, table.num_ranks) == ([0, 1], 2) and growing.orders == [(0, 1)]
