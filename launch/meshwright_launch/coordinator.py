@@ -112,8 +112,14 @@ class Growth:
     """Time of the last change of the layout."""
     num_failed: int = 0
     """Times that the larger layout has failed before its first step."""
-    before: tuple[Replicas, list[int]] | None = None
+    before: tuple[Replicas, list[Node]] | None = None
     """Layout and nodes to which a growth that fails goes back; None: none is under way."""
+
+    def give_up(self) -> None:
+        """Note that a growth that is under way has failed; no effect if none is."""
+        if self.before is not None:
+            self.num_failed += 1
+        self.before = None
 
     def is_due(self) -> bool:
         """Return True if the pause is over. Nodes that come and go must not stop the run."""
@@ -184,7 +190,8 @@ class Coordinator:
             self._gather()
         else:
             self._mirror.generation += 1
-        self._recovery, self._growth.before = None, None
+        self._recovery = None
+        self._growth.give_up()
         self._fit_nodes()
         self._order(range(self._num_ranks), is_recovery=False)
         try:
@@ -207,6 +214,8 @@ class Coordinator:
             RankFailed: a fault that is not repaired; all ranks have been ended.
         """
         fault = self._find_fault()
+        if self._recovery is not None and self._have_stepped():
+            self._follow(self._recovery)  # first: a fault after it is another one
         if fault is not None and self._can_repair(fault):
             self._repair(fault)
         elif fault is not None:
@@ -378,6 +387,7 @@ class Coordinator:
             mirror.count_failure(mirror.newest_step())
         is_partial = self._have_met() and self._recovery is None
         spares, change = self._fit_nodes()
+        self._growth.give_up()  # a node from before it is lost
         replaced = fault.ranks if is_partial and not change else tuple(range(self._num_ranks))
         how = "replaced in place" if is_partial and not change else "all ranks start anew"
         where = f" on {', '.join(spares)}" if spares else ""
@@ -552,7 +562,8 @@ class Coordinator:
 
     def _grow(self) -> None:
         """Start all ranks anew with more replicas, if the nodes hold them. No failure is counted."""
-        begun_s, before = time.monotonic(), (self._replicas, list(self._table.blocks))
+        nodes = [self._table.nodes[number] for number in self._table.blocks]
+        begun_s, before = time.monotonic(), (self._replicas, nodes)
         try:
             replicas = self._counts.find_most(len(self._table.alive()), above=self._replicas.dp)
         except NoReplicas:
@@ -560,11 +571,8 @@ class Coordinator:
         self._note_ring()
         change = self._change_replicas(replicas)
         self._growth.before = before
-        names = [
-            self._table.nodes[number].name
-            for number in self._table.blocks
-            if number not in before[1]
-        ]
+        now = [self._table.nodes[number] for number in self._table.blocks]
+        names = [node.name for node in now if node not in nodes]
         what = f"node{'s' * (len(names) > 1)} {', '.join(names)} can take ranks"
         tell(f"meshwright: {what}; all ranks start anew with {change}")
         fault = RankFault((), what, RankFailed(what, 0), is_new=False, nodes=tuple(names))
@@ -575,8 +583,8 @@ class Coordinator:
         """Return True if a growth is under way, and the nodes from before it are there."""
         if self._growth.before is None:
             return False
-        alive = {node.number for node in self._table.alive()}
-        return alive.issuperset(self._growth.before[1])
+        alive = self._table.alive()  # one that was lost and has come back has no mirror
+        return all(node in alive for node in self._growth.before[1])
 
     def _go_back(self, fault: RankFault, begun_s: float) -> None:
         """Give up a growth that has failed: a node that has come must not endanger the run. No failure
@@ -584,9 +592,9 @@ class Coordinator:
         """
         assert self._growth.before is not None
         log_failure(fault.error, self._directory)
-        (replicas, nodes), self._growth.before = self._growth.before, None
-        self._growth.num_failed += 1
-        change = self._change_replicas(replicas, nodes)
+        replicas, nodes = self._growth.before
+        self._growth.give_up()
+        change = self._change_replicas(replicas, [node.number for node in nodes])
         tell(f"meshwright: {fault.what}; all ranks start anew as before, with {change}")
         self._begin(RankRecovery(fault, tuple(range(self._num_ranks)), begun_s))
 

@@ -32,7 +32,7 @@ from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_ranks import NodeRanks, SignalForwarder
 from meshwright_launch.node_table import Node, NodeTable, OwnLink
 from meshwright_launch.nodes import run_work
-from meshwright_launch.recovery_notes import note_store
+from meshwright_launch.recovery_notes import PHASES, note_store
 from tests.end_to_end.driving import GPT2
 
 PLACE = NodePlace(0, 3, 1, num_spares=1)
@@ -57,6 +57,8 @@ class Setting:
         self.agents: list[NodeLink] = []
         self.store = dist.HashStore()
         self.mirror = MirrorPlace()
+        self.mirror._path = directory / "mirror"  # that in memory is one for each process
+        self.mirror._path.mkdir()
         signals = SignalForwarder(directory / "listening", [])
         ranks = NodeRanks(run_work, config, directory, signals, [])
         own = Node(0, "n0", OwnLink(Agent(ranks, self.mirror, PLACE)))
@@ -224,11 +226,22 @@ class Growing:
             self.setting.table.listen(0.02)
 
     def step(self) -> None:
-        for rank in range(self.coordinator._num_ranks):
-            note_store(self.setting.store).set(f"stepped/0/{rank}", "")
-        count = note_store(self.setting.store).add("stepped/0", 0)
-        note_store(self.setting.store).add("stepped/0", self.coordinator._num_ranks - count)
+        """Report all phases of all ranks. Orders are kept: the generation of the notes stays 0."""
+        notes, num_ranks = note_store(self.setting.store), self.coordinator._num_ranks
+        for phase in PHASES:
+            for rank in range(num_ranks):
+                notes.set(f"{phase}/0/{rank}", "")
+            notes.add(f"{phase}/0", num_ranks - notes.add(f"{phase}/0", 0))
         self.mirror_step()
+
+    def grow(self) -> None:
+        """Let node 1 come, and grow onto it."""
+        assert self.setting.join(1, "n1") == []
+        self.step()
+        self.coordinator._growth.changed_s -= 61
+        assert self.coordinator._can_grow()
+        self.coordinator._grow()
+        assert self.setting.table.blocks == [0, 1]
 
     def mirror_step(self) -> None:
         """Write what the mirror of a rank of the first node writes."""
@@ -260,6 +273,33 @@ def test_a_run_grows_after_a_pause(setting: Setting, monkeypatch: pytest.MonkeyP
     assert not coordinator._growth.is_due(), "twice as long"
     coordinator._growth.changed_s -= 60
     assert coordinator._growth.is_due()
+
+
+def test_a_fault_after_the_first_step_of_a_growth(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be seen in the same turn as the step. It counts, and is no reason to go back."""
+    growing = Growing(setting, monkeypatch)
+    coordinator = growing.coordinator
+    growing.grow()
+    growing.step()
+    monkeypatch.setattr(coordinator, "_find_fault", lambda: FAULT)
+    coordinator._take_turn()
+    assert setting.table.blocks == [0, 1] and growing.orders[-1] == (1,)
+    assert setting.mirror.recoveries == 1 and coordinator._growth.before is None
+
+
+def test_a_growth_that_cannot_go_back(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on as after any lost node; the pause before the next growth is twice as long."""
+    growing = Growing(setting, monkeypatch)
+    coordinator = growing.coordinator
+    growing.grow()
+    nodes = setting.table.nodes
+    nodes[0] = nodes[0]._replace(name="came back")
+    assert not coordinator._can_go_back(), "its memory has no mirror"
+    coordinator._repair(FAULT)
+    assert setting.mirror.recoveries == 1
+    assert coordinator._growth.before is None and coordinator._growth.num_failed == 1
 
 
 def test_a_smaller_layout_that_does_not_run(
