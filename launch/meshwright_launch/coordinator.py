@@ -114,6 +114,8 @@ class Growth:
     """Times that the larger layout has failed before its first step."""
     before: tuple[Replicas, list[Node]] | None = None
     """Layout and nodes to which a growth that fails goes back; None: none is under way."""
+    suspects: set[str] = field(default_factory=set)
+    """Names of nodes on which a growth has failed: only another one tries them."""
 
     def give_up(self) -> None:
         """Note that a growth that is under way has failed; no effect if none is."""
@@ -414,6 +416,7 @@ class Coordinator:
         self._note_ring()
         if self._growth.before is not None:
             self._growth.before, self._growth.num_failed = None, 0
+            self._growth.suspects.difference_update(self._table.names_of(range(self._num_ranks)))
         change, self._settled = self._settled.describe_change(self._replicas), self._replicas
         if change:
             self._growth.changed_s = time.monotonic()
@@ -514,12 +517,17 @@ class Coordinator:
             NodesLost: there are too few nodes for any permitted layout.
         """
         self._note_ring()
-        dead = self._table.lost_blocks()
-        if len(dead) <= len(self._table.spares()):
-            return self._table.replace_lost(), ""
+        dead, suspects = self._table.lost_blocks(), self._growth.suspects
+        trusted = [node for node in self._table.alive() if node.name not in suspects]
+        spares = [node.number for node in trusted if node.number in self._table.spares()]
+        if len(dead) <= len(spares):
+            return self._table.replace_lost(sorted(spares)), ""
         try:
-            replicas = self._counts.find_most(len(self._table.alive()))
+            replicas = self._counts.find_most(len(trusted))
         except NoReplicas as error:
+            if suspects:  # rather than end the run
+                suspects.clear()
+                return self._fit_nodes()
             self._stop()
             names = ", ".join(self._table.nodes[number].name for number in dead)
             raise NodesLost(
@@ -528,20 +536,23 @@ class Coordinator:
                 " checkpoint",
                 self._table.ranks_of(dead[0])[0],
             ) from None
-        return [], self._change_replicas(replicas)
+        return [], self._change_replicas(replicas, self._choose_nodes(replicas, trusted))
 
-    def _change_replicas(self, replicas: Replicas, nodes: Sequence[int] = ()) -> str:
-        """Put the ranks of another layout on the nodes that are alive; return what changes.
-        ``nodes``: those to use; empty: such that the mirror is whole on them.
-        """
-        alive = self._table.alive()
-        ring = [node.number if node in alive else None for node in self._ring]
-        used_first = sorted(alive, key=lambda each: (each.number not in self._table.blocks, each))
-        chosen = nodes or choose_nodes(
-            ring, [each.number for each in used_first], self._counts.num_nodes(replicas)
-        )
+    def _choose_nodes(self, replicas: Replicas, nodes: Collection[Node]) -> list[int]:
+        """Return those of some nodes to use for a layout: such that the mirror is whole on them."""
+        ring = [node.number if node in nodes else None for node in self._ring]
+
+        def rank(node: Node) -> tuple[bool, bool, int]:
+            is_suspect = node.name in self._growth.suspects
+            return node.number not in self._table.blocks, is_suspect, node.number
+
+        in_order = [node.number for node in sorted(nodes, key=rank)]
+        return choose_nodes(ring, in_order, self._counts.num_nodes(replicas))
+
+    def _change_replicas(self, replicas: Replicas, nodes: Sequence[int]) -> str:
+        """Put the ranks of another layout on these nodes; return what changes."""
         change = self._replicas.describe_change(replicas)
-        self._table.place_ranks(chosen, replicas.num_ranks)
+        self._table.place_ranks(nodes, replicas.num_ranks)
         self._replicas = replicas
         self._growth.changed_s = time.monotonic()
         self._exits.clear()
@@ -569,7 +580,7 @@ class Coordinator:
         except NoReplicas:
             return
         self._note_ring()
-        change = self._change_replicas(replicas)
+        change = self._change_replicas(replicas, self._choose_nodes(replicas, self._table.alive()))
         self._growth.before = before
         now = [self._table.nodes[number] for number in self._table.blocks]
         names = [node.name for node in now if node not in nodes]
@@ -594,6 +605,9 @@ class Coordinator:
         log_failure(fault.error, self._directory)
         replicas, nodes = self._growth.before
         self._growth.give_up()
+        failed = fault.nodes or self._table.names_of(fault.ranks)
+        self._growth.suspects.update(failed)
+        self._growth.suspects.difference_update(node.name for node in nodes)
         change = self._change_replicas(replicas, [node.number for node in nodes])
         tell(f"meshwright: {fault.what}; all ranks start anew as before, with {change}")
         self._begin(RankRecovery(fault, tuple(range(self._num_ranks)), begun_s))

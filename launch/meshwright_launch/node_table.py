@@ -171,11 +171,10 @@ class NodeTable:
         """Return the names of the nodes of some ranks."""
         return tuple(dict.fromkeys(self.node_of(rank).name for rank in ranks))
 
-    def replace_lost(self) -> list[str]:
-        """Put a spare node in the place of each that is lost; return the names of these spares. There
-        are enough.
+    def replace_lost(self, spares: Sequence[int]) -> list[str]:
+        """Put one of these spare nodes in the place of each that is lost; return the names of those
+        that were taken. There are enough.
         """
-        spares = self.spares()
         taken = list(zip(self.lost_blocks(), spares, strict=False))
         for number, spare in taken:
             self.blocks[self.blocks.index(number)] = spare

@@ -199,7 +199,7 @@ def test_a_lost_node_with_ranks_is_let_in_once_it_is_replaced(setting: Setting) 
     setting.agents[0].close()
     assert setting.join(1, "n1") == []
     assert list(setting.table.lost) == [1] and setting.table.spares() == [2]
-    assert setting.table.replace_lost() == ["n2"]
+    assert setting.table.replace_lost([2]) == ["n2"]
     setting.table.listen(0.02)
     assert setting.table.spares() == [1] and setting.table.blocks == [0, 2]
 
@@ -300,6 +300,32 @@ def test_a_growth_that_cannot_go_back(setting: Setting, monkeypatch: pytest.Monk
     coordinator._repair(FAULT)
     assert setting.mirror.recoveries == 1
     assert coordinator._growth.before is None and coordinator._growth.num_failed == 1
+
+
+def test_a_node_on_which_a_growth_has_failed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no lost node's ranks. Another growth tries it, and so does a run that would end."""
+    growing = Growing(setting, monkeypatch)
+    coordinator, growth = growing.coordinator, growing.coordinator._growth
+    growing.grow()
+    coordinator._repair(FAULT)
+    assert growth.suspects == {"n1"}
+    assert setting.join(2, "n2") == []
+    growth.changed_s -= 121
+    coordinator._grow()
+    assert setting.table.blocks == [0, 2], "the other one first"
+    growing.step()
+    coordinator._take_turn()
+    assert growth.suspects == {"n1"}
+    growing.lose(4)
+    coordinator._repair(FAULT._replace(ranks=(1,), nodes=("n2",)))
+    assert setting.table.blocks == [0] and setting.table.spares() == [1]
+    monkeypatch.setattr(coordinator._counts, "_least", 2)
+    assert setting.join(2, "n2") == []
+    setting.table.place_ranks([0, 2], 2)
+    growing.lose(5)
+    assert coordinator._fit_nodes() == (["n1"], "") and not growth.suspects
 
 
 def test_a_smaller_layout_that_does_not_run(
