@@ -68,6 +68,8 @@ SPARE_GRACE_S = 10.0
 """Time to wait for the agents of further nodes once there are enough for all ranks."""
 REPLACED_EXIT_CODES = (1,)
 """Exit codes that a replacement may get past, besides deaths by a signal."""
+MIN_GROW_PAUSE_S = 1.0
+"""Shortest pause that is doubled: ``launch.grow_after_s = 0`` would never become longer."""
 MAX_GROW_DOUBLINGS = 10
 """Most doublings of the pause before the run grows, one for each time that it has failed to."""
 
@@ -111,7 +113,9 @@ class Growth:
     changed_s: float = field(default_factory=time.monotonic)
     """Time of the last change of the layout."""
     num_failed: int = 0
-    """Times that the larger layout has failed before its first step."""
+    """Times in a row that the larger layout has failed before its first step, or soon after it."""
+    grown_s: float | None = None
+    """Time of the last growth; None: the larger layout has lasted, or is gone."""
     before: tuple[Replicas, list[Node]] | None = None
     """Layout and nodes to which a growth that fails goes back; None: none is under way."""
     suspects: set[str] = field(default_factory=set)
@@ -125,9 +129,26 @@ class Growth:
 
     def is_due(self) -> bool:
         """Return True if the pause is over. Nodes that come and go must not stop the run."""
-        doublings = min(self.num_failed, MAX_GROW_DOUBLINGS)
-        pause_s = self.pause_s * float(2**doublings)
+        pause_s = self._doubled_s() if self.num_failed else self.pause_s
         return time.monotonic() - self.changed_s >= pause_s
+
+    def judge(self, has_shrunk: bool) -> None:
+        """Judge the last growth. One that has lasted for a pause ends the row of failures; a shrink
+        before that is one more: each counts as one of ``launch.max_restarts``.
+        """
+        if self.grown_s is None:
+            return
+        has_lasted = time.monotonic() - self.grown_s >= self._doubled_s()
+        if has_lasted:
+            self.num_failed = 0
+        elif has_shrunk:
+            self.num_failed += 1
+        if has_lasted or has_shrunk:
+            self.grown_s = None
+
+    def _doubled_s(self) -> float:
+        doublings = min(self.num_failed, MAX_GROW_DOUBLINGS)
+        return max(self.pause_s, MIN_GROW_PAUSE_S) * float(2**doublings)
 
 
 class Coordinator:
@@ -415,7 +436,7 @@ class Coordinator:
         self._recovery = None
         self._note_ring()
         if self._growth.before is not None:
-            self._growth.before, self._growth.num_failed = None, 0
+            self._growth.before, self._growth.grown_s = None, time.monotonic()
             self._growth.suspects.difference_update(self._table.names_of(range(self._num_ranks)))
         change, self._settled = self._settled.describe_change(self._replicas), self._replicas
         if change:
@@ -536,6 +557,7 @@ class Coordinator:
                 " checkpoint",
                 self._table.ranks_of(dead[0])[0],
             ) from None
+        self._growth.judge(has_shrunk=True)
         return [], self._change_replicas(replicas, self._choose_nodes(replicas, trusted))
 
     def _choose_nodes(self, replicas: Replicas, nodes: Collection[Node]) -> list[int]:
@@ -580,6 +602,7 @@ class Coordinator:
         except NoReplicas:
             return
         self._note_ring()
+        self._growth.judge(has_shrunk=False)
         change = self._change_replicas(replicas, self._choose_nodes(replicas, self._table.alive()))
         self._growth.before = before
         now = [self._table.nodes[number] for number in self._table.blocks]

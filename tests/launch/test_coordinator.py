@@ -328,6 +328,32 @@ def test_a_node_on_which_a_growth_has_failed(
     assert coordinator._fit_nodes() == (["n1"], "") and not growth.suspects
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 60.0])
+def test_nodes_that_come_and_go(
+    pause_s: float, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each growth that does not last doubles the pause; one that does ends the row."""
+    growing = Growing(setting, monkeypatch)
+    growth = growing.coordinator._growth
+    growth.pause_s = pause_s
+    shortest_s = max(pause_s, 1.0)
+    for turn, failed in enumerate((1, 2, 0, 1)):
+        growth.changed_s -= 2 * shortest_s
+        growing.grow()
+        growing.step()
+        growing.coordinator._take_turn()
+        assert growth.grown_s is not None
+        growth.grown_s -= 0 if failed else 4 * shortest_s + 1
+        growing.lose(3 + turn)
+        growing.coordinator._repair(FAULT)
+        assert setting.table.blocks == [0] and growth.num_failed == failed
+        pause = shortest_s * 2**failed if failed else pause_s
+        growth.changed_s = time.monotonic() - pause - 0.1
+        assert growth.is_due()
+        growth.changed_s = time.monotonic() - pause / 2
+        assert growth.is_due() == (pause == 0)
+
+
 def test_a_smaller_layout_that_does_not_run(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
