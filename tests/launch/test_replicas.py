@@ -11,7 +11,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_table import choose_nodes
-from meshwright_launch.replicas import NoReplicas, ReplicaCounts, with_ranks
+from meshwright_launch.replicas import NoReplicas, ReplicaCounts, Replicas, with_ranks
 from tests.end_to_end.driving import GPT2
 
 
@@ -53,6 +53,21 @@ def test_the_largest_dp_that_keeps_the_batch() -> None:
     assert counts.configured.describe_change(counts.find_most(5)) == "dp 6 -> 4, chunks 2 -> 3"
     with pytest.raises(NoReplicas, match=r"dp 5: batch.global_batch = 12 is not a multiple"):
         counts.find_most(5, above=4)
+
+
+def test_a_builder_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's code may raise anything; the next smaller dp is tried."""
+    counts, resolve_dp = counts_of(4, 1, parallel={"dp": 4}), ReplicaCounts._resolve
+
+    def resolve_two(self: ReplicaCounts, dp: int) -> Replicas:
+        if dp == 3:
+            raise RuntimeError("no shape for 3\nbecause")
+        return resolve_dp(self, dp)
+
+    monkeypatch.setattr(ReplicaCounts, "_resolve", resolve_two)
+    assert most(counts, 3) == (2, 6)
+    with pytest.raises(NoReplicas, match=r"dp 3: RuntimeError: no shape for 3$"):
+        counts.find_most(3, above=2)
 
 
 def test_chunks_that_the_user_has_given() -> None:
