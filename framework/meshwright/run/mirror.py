@@ -68,7 +68,6 @@ class Mirror(Observer):
         held = [rank for rank, holder in holders.items() if holder in own_ranks]
         self._shard_names = [names[rank] for rank in (*own_ranks, *held)]
         """Shards that belong in this node's memory."""
-        self._is_first_on_node = mesh.rank == own_ranks[0]
         self._num_steps = 0
         self._is_off = False
         self._thread: threading.Thread | None = None
@@ -140,8 +139,9 @@ class Mirror(Observer):
         """Mirror a step, on the thread. ``computed``: event after what the pieces hold; None: on CPU."""
         try:
             self._num_steps += 1
-            if self._num_steps <= len(SLOTS) and self._is_first_on_node:
-                # no rank resumes from this slot any more; another layout has left larger shards in it
+            if self._num_steps <= len(SLOTS):
+                # no rank resumes from this slot any more; another layout has left larger shards in it. By
+                # each rank: the first to write needs the space
                 remove_others(self._directory, SLOTS[head.step % 2], self._shard_names)
             own = None
             try:

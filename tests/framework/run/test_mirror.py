@@ -7,7 +7,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,6 +155,46 @@ def test_a_full_memory_switches_all_ranks_off(
     ranks = pool.run(mirror_steps, 4, config, "aabb", str(place), 2)
     assert [each.flags for each in ranks] == [[False, False, False, True]] * 4
     assert not list(place.glob("*/*/*")), "all have removed their files"
+
+
+def mirror_beside_others(rank: int, world_size: int, config: RunConfig, place: str) -> bool:
+    """Mirror a step, the first rank of each node late; return whether files of another layout were there
+    when this rank began to write.
+    """
+    os.environ[NODE] = "aabb"[rank]
+    try:
+        mesh = open_mesh(Grid.of(config.parallel.degrees), "cpu")
+    finally:
+        del os.environ[NODE]
+    parts = build(config, mesh)
+    directory = Path(place) / "aabb"[rank]
+    mirror = Mirror(parts, directory, 1)
+    write = mirror._writer.write
+    found: list[Path] = []
+
+    def look(head: CheckpointMetadata, pieces: Iterable[TensorPiece]) -> memory.MirroredShard:
+        found.extend(directory.glob(f"{memory.SLOTS[head.step % 2]}/pp9-*"))
+        return write(head, pieces)
+
+    mirror._writer.write = look  # type: ignore[method-assign]
+    event = StepEvent(take_step(parts), 0.0, False, False, False, False)
+    if rank % 2 == 0:
+        time.sleep(1.0)
+    mirror.after_step(parts, event)
+    mirror.after_training(parts)
+    close_mesh(mesh)
+    return bool(found)
+
+
+def test_the_first_to_write_has_the_space(tmp_path: Path, pool: RankPool, place: Path) -> None:
+    """Whichever rank of a node it is: shards of another layout are removed before."""
+    for node in "ab":
+        for slot in memory.SLOTS:
+            (place / node / slot).mkdir(parents=True)
+            (place / node / slot / "pp9-dp0-tp0.safetensors").touch()
+    ranks = pool.run(mirror_beside_others, 4, config_of(tmp_path, "dp4,zero1"), str(place))
+    assert ranks == [False] * 4
+    assert len(list(place.glob("*/*/pp9-*"))) == 2, "of the other slot, in the next step"
 
 
 def test_the_newest_step_that_is_whole_somewhere() -> None:
