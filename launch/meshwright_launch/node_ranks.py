@@ -229,23 +229,32 @@ class SignalForwarder:
         self._num_ranks = 0
         self._pids: set[int] = set()
         """Process ids of the ranks that have a handler."""
+        self._signalled: set[int] = set()
+        """Those that have got the signal."""
         self._kept: int | None = None
         """Signal that is forwarded once all ranks have a handler."""
         self.is_recovering = False
         """Flag: the memory has steps that a kill of all ranks would lose."""
-        self.has_forwarded = False
+        self._forwarded: int | None = None
         self._is_changing = False
         """Flag: processes are killed and started."""
+
+    @property
+    def has_forwarded(self) -> bool:
+        """Flag: the ranks have got a signal."""
+        return self._forwarded is not None
 
     @contextlib.contextmanager
     def changing(self, is_recovering: bool) -> Iterator[None]:
         """Kill and start processes inside the block: a signal that arrives in a recovery waits until
-        all of them have a handler.
+        all of them have a handler. One that was forwarded before is for those that are new, too.
         """
         self.is_recovering, self._is_changing = is_recovering, True
         try:
             yield
         finally:
+            if is_recovering and self._forwarded is not None:
+                self._kept = self._forwarded
             self._is_changing = False
 
     @contextlib.contextmanager
@@ -269,6 +278,7 @@ class SignalForwarder:
         self._num_ranks = num_ranks
         known = set(alive)
         self._pids &= known
+        self._signalled &= known
         # a program that cleans the temporary directory may have removed it
         self._listening.mkdir(parents=True, exist_ok=True)
         for place in self._listening.iterdir():
@@ -308,8 +318,9 @@ class SignalForwarder:
             raise Interrupted(signum)
 
     def _forward(self, signum: int) -> None:
-        self.has_forwarded = True
-        for pid in self._pids:
+        self._forwarded = signum
+        for pid in self._pids - self._signalled:
+            self._signalled.add(pid)
             # the rank has finished its last step and exited
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
