@@ -30,7 +30,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig
-from meshwright.errors import DriftError, HangError, MissingRanksError
+from meshwright.errors import DriftError, HangError, MissingRanksError, NonFiniteError
 from meshwright.run.directory import RECOVERIES, run_directory
 from meshwright.system.atomic import append_synced
 from meshwright.terminal.output import abridge, tell
@@ -64,6 +64,9 @@ RECOVERY_POLL_S = 0.05
 """Interval in seconds in which the coordinator looks at a recovery."""
 LEAVE_S = 20.0
 """Time for the ranks to leave their step; those that do not are killed."""
+JOIN_S = 60.0
+"""Time for all ranks of a planned change to meet. Nothing has failed: a node that has come and is silent must
+not hold the run up for ``launch.timeout_s``. Its fork server is warm, so the imports are done."""
 SPARE_GRACE_S = 10.0
 """Time to wait for the agents of further nodes once there are enough for all ranks."""
 REPLACED_EXIT_CODES = (1,)
@@ -323,6 +326,10 @@ class Coordinator:
                 ranks, what, error, nodes=self._table.names_of(ranks), detected_s=verdict.for_s
             )
         recovery = self._recovery
+        if recovery is not None and recovery.is_planned:
+            fault = self._find_silent(recovery)
+            if fault is not None:
+                return fault
         if recovery is None or "left" in recovery.times:
             return None
         waited_s = time.monotonic() - recovery.begun_s
@@ -347,6 +354,25 @@ class Coordinator:
             nodes=self._table.names_of(ranks),
         )
 
+    def _find_silent(self, recovery: RankRecovery) -> RankFault | None:
+        """Return the ranks of a planned change that have not met in time: those that have not left,
+        for which the others wait, or all that are missing.
+        """
+        waited_s = time.monotonic() - recovery.begun_s
+        if waited_s < min(JOIN_S, self._timeout_s):
+            return None
+        for phase in ("left", "groups"):
+            came = self._notes.came(phase, self._num_ranks)
+            ranks = tuple(rank for rank in range(self._num_ranks) if rank not in came)
+            if ranks:
+                what = (
+                    f"rank{'s' * (len(ranks) > 1)} {abridge(ranks)} did not meet the others within"
+                    f" {waited_s:.0f} s of a planned change"
+                )
+                names = self._table.names_of(ranks)
+                return RankFault(ranks, what, RankFailed(what, ranks[0]), nodes=names)
+        return None
+
     def _can_repair(self, fault: RankFault) -> bool:
         """Return True if the ranks of a fault are to be replaced."""
         if self._has_finished() or self._is_requested:
@@ -364,7 +390,10 @@ class Coordinator:
         """Return the error of a run that ends by a fault, with what other ranks have reported
         meanwhile.
         """
-        if self._replicas.dp not in self._proven and not self._is_requested:
+        self._note_ring()
+        # of the numbers of the run, which other nodes would not change
+        is_numeric = fault.error.exit_code in (NonFiniteError.exit_code, DriftError.exit_code)
+        if self._replicas.dp not in self._proven and not self._is_requested and not is_numeric:
             return NodesLost(
                 f"with dp {self._replicas.dp}, as many replicas as the nodes that are left hold, the run"
                 f" has taken no step: {fault.error}. The same command on enough nodes resumes it",
@@ -600,6 +629,10 @@ class Coordinator:
         try:
             replicas = self._counts.find_most(len(self._table.alive()), above=self._replicas.dp)
         except NoReplicas:
+            return
+        self._listen(0.0)  # the check of a layout takes a while: a signal may have come, or a fault
+        are_there = len(self._table.alive()) >= self._counts.num_nodes(replicas)
+        if self._is_requested or self._table.lost or self._exits or not are_there:
             return
         self._note_ring()
         self._growth.judge(has_shrunk=False)

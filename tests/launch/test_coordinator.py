@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.checkpoint.memory import MirrorWriter
 from meshwright.config import RunConfig, resolve
+from meshwright.errors import DriftError, NonFiniteError
 from meshwright_launch.agent import Agent
 from meshwright_launch.coordinator import (
+    JOIN_S,
     LEAVE_S,
     Coordinator,
     RankFault,
@@ -27,12 +29,13 @@ from meshwright_launch.coordinator import (
 )
 from meshwright_launch.failure import NodesLost, RankFailed
 from meshwright_launch.mirror_place import MirrorPlace
-from meshwright_launch.node_link import Beat, End, Hello, LinkLost, NodeLink
+from meshwright_launch.node_link import Beat, End, Hello, LinkLost, NodeLink, Signalled
 from meshwright_launch.node_place import NodePlace
 from meshwright_launch.node_ranks import NodeRanks, SignalForwarder
 from meshwright_launch.node_table import Node, NodeTable, OwnLink
 from meshwright_launch.nodes import run_work
 from meshwright_launch.recovery_notes import PHASES, note_store
+from meshwright_launch.replicas import Replicas
 from tests.end_to_end.driving import GPT2
 
 PLACE = NodePlace(0, 3, 1, num_spares=1)
@@ -177,6 +180,28 @@ def test_a_signal_while_processes_are_replaced_is_kept(tmp_path: Path) -> None:
         (listening / str(pids[1])).touch()
         signals.forward_kept()
     assert [child.wait(10) for child in children] == [-signal.SIGTERM] * 2
+
+
+def test_a_process_that_replaces_one_with_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the signal once it has a handler; no process gets it twice."""
+    listening, sent = tmp_path / "listening", []
+    signals = SignalForwarder(listening, [])
+    signals.expect(2, [1, 2])
+    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append((pid, signum)))
+    for pid in (1, 2):
+        (listening / str(pid)).touch()
+    signals._handle(signal.SIGTERM, None)
+    assert sorted(sent) == [(1, signal.SIGTERM), (2, signal.SIGTERM)]
+    with signals.changing(is_recovering=True):
+        signals.expect(2, [1, 3])
+    signals.forward_kept()
+    assert len(sent) == 2, "it has no handler yet"
+    (listening / "3").touch()
+    signals.forward_kept()
+    signals.forward_kept()
+    assert sent[2:] == [(3, signal.SIGTERM)]
 
 
 def test_a_node_that_is_back_before_its_loss_was_noticed(setting: Setting) -> None:
@@ -354,6 +379,56 @@ def test_nodes_that_come_and_go(
         assert growth.is_due() == (pause == 0)
 
 
+def test_a_stop_request_while_a_growth_is_decided(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks save and exit; none of them is replaced. Neither is one of a spare node that has gone."""
+    growing = Growing(setting, monkeypatch)
+    coordinator, find_most = growing.coordinator, growing.coordinator._counts.find_most
+    assert setting.join(1, "n1") == []
+
+    def grow(meanwhile: Callable[[], None]) -> None:
+        def find_slowly(num_nodes: int, above: int = 0) -> Replicas:
+            meanwhile()
+            time.sleep(0.1)
+            return find_most(num_nodes, above)
+
+        monkeypatch.setattr(coordinator._counts, "find_most", find_slowly)
+        coordinator._grow()
+        assert growing.orders == [] and setting.table.blocks == [0]
+
+    grow(lambda: setting.agents[2].send(Signalled()))
+    assert coordinator._is_requested
+    coordinator._is_requested = False
+    grow(setting.agents[2].close)
+    assert list(setting.table.nodes) == [0]
+
+
+def test_a_node_that_comes_and_is_silent(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes back after a minute, whatever launch.timeout_s is; the node is not tried at once."""
+    growing = Growing(setting, monkeypatch)
+    coordinator = growing.coordinator
+    coordinator._timeout_s = 7200.0
+    growing.grow()
+    recovery = coordinator._recovery
+    assert recovery is not None
+    notes = note_store(setting.store)
+    for phase in PHASES:  # those of the step before
+        notes.delete_key(f"{phase}/0")
+        notes.delete_key(f"{phase}/0/0"), notes.delete_key(f"{phase}/0/1")
+    recovery.begun_s -= JOIN_S - 5
+    assert coordinator._find_stuck() is None
+    recovery.begun_s -= 6
+    notes.set("left/0/0", "")
+    fault = coordinator._find_stuck()
+    assert fault is not None and fault.ranks == (1,) and fault.nodes == ("n1",)
+    notes.set("left/0/1", "")
+    fault = coordinator._find_stuck()
+    assert fault is not None and fault.ranks == (0, 1), "all wait in the rendezvous"
+    coordinator._take_turn()
+    assert setting.table.blocks == [0] and coordinator._growth.suspects == {"n1"}
+
+
 def test_a_smaller_layout_that_does_not_run(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,8 +436,10 @@ def test_a_smaller_layout_that_does_not_run(
     growing = Growing(setting, monkeypatch)
     fault = FAULT._replace(error=RankFailed("out of memory", 0, 2))
     assert isinstance(growing.coordinator._last_error(fault), NodesLost)
+    for code in (NonFiniteError.exit_code, DriftError.exit_code):
+        numeric = FAULT._replace(error=RankFailed("the loss is nan", 0, code))
+        assert growing.coordinator._last_error(numeric) is numeric.error, "as on any nodes"
     growing.step()
-    growing.coordinator._note_ring()
     assert growing.coordinator._last_error(fault) is fault.error
 
 
