@@ -1,6 +1,7 @@
 """Planned layouts of the configurations of large models, with memory and speed, beside published peers.
 
     python benchmarks/recipes.py [--only llama3-8b] [--out FILE.json]
+    python benchmarks/recipes.py --small               configs/recipes, on two devices of each cluster file
 
 For each recipe `meshwright plan` searches the layout, and `meshwright dryrun` runs it on fake tensors.
 A peer is a row of published_runs.csv: the same model, in another framework, on other numbers of devices
@@ -41,8 +42,11 @@ RECIPES = (
     Recipe("qwen3-30b-a3b", "h100", 16, ("bridgemoe-h100-qwen3-30b-16g",)),
     Recipe("deepseek-v3", "gb200", 64, ("bridgemoe-gb200-deepseek-v3-bf16",)),
 )
+SMALL = ("pretrain", "moe", "continue", "chat", "lora", "long-context")
+"""Of configs/recipes."""
+CLUSTERS = ("a100", "h100", "h200", "b200")
 FIRST = re.compile(
-    r"^ 1 +(?P<step_s>[\d.]+) ±(?P<error_s>[\d.]+) +(?P<mfu>[\d.]+)% +(?P<tokens>[\d,]+) +(?P<memory>[\d.]+ [KMGT]iB)",
+    r"^ *1 +(?P<step_s>[\d.]+) ±(?P<error_s>[\d.]+) +(?P<mfu>[\d.]+)% +(?P<tokens>[\d,]+) +(?P<memory>[\d.]+ [KMGT]iB)",
     re.MULTILINE,
 )
 """First row of the table of `plan`."""
@@ -91,6 +95,35 @@ def predict(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def predict_small(name: str) -> dict[str, Any]:
+    """Dry-run a small recipe as it is, and predict its speed on two devices of each cluster."""
+    config = f"configs/recipes/{name}.toml"
+    dry = meshwright("dryrun", config)
+    memory = re.search(r"^most memory +([\d.]+ \w+)", dry, re.MULTILINE)
+    layout = re.search(r" on (pp .*) = 2 ranks", dry)
+    assert memory is not None and layout is not None, dry
+    axis = "--cp" if "cp 2" in layout[1] else "--dp"
+    speeds = {}
+    for cluster in CLUSTERS:
+        on = ("--cluster", cluster, "--nodes", "1", "--devices-per-node", "2", axis, "2")
+        first = FIRST.search(meshwright("plan", config, *on))
+        assert first is not None
+        speeds[cluster] = int(first["tokens"].replace(",", ""))
+    return {
+        "config": name,
+        "layout": layout[1],
+        "memory_dry_run": memory[1],
+        "tokens_per_s": speeds,
+    }
+
+
+def show_small(row: dict[str, Any]) -> str:
+    """Return a row of the table of small recipes, in Markdown."""
+    speeds = (f"{row['tokens_per_s'][cluster]:,}" for cluster in CLUSTERS)
+    cells = (f"`{row['config']}`", row["layout"], row["memory_dry_run"], *speeds)
+    return "| " + " | ".join(cells) + " |"
+
+
 def peer_of(name: str) -> dict[str, Any]:
     """Return the published figures of a row of published_runs.csv."""
     with RUNS.open(encoding="utf-8") as file:
@@ -137,8 +170,13 @@ def main(argv: list[str]) -> int:
     """Run the command. Returns 1 if the ranks of a layout disagree."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", choices=[each.config for each in RECIPES])
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
+    if options.small:
+        for name in SMALL:
+            print(show_small(predict_small(name)), flush=True)
+        return 0
     rows = []
     for recipe in RECIPES:
         if not options.only or recipe.config in options.only:

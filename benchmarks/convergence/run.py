@@ -4,8 +4,9 @@
     python benchmarks/convergence/run.py plain-as-titan --corpus DIR --seed 0 --out DIR
 
 Contenders: plain (torch), trainer (Hugging Face), core (megatron-core), titan (torchtitan 0.2.2),
-ours:LAYOUT. ``plain-as-NAME`` is plain torch with the learning rates that NAME's file in DIR has, and
-with what else differs in NAME's defaults: it shows that nothing else does. ``corpus.py`` prepares the
+ours:LAYOUT. ``plain-exact`` is plain torch with a gradient norm that is summed in float64, as ours is.
+``plain-as-NAME`` is plain torch with the learning rates that NAME's file in DIR has, and with what
+else differs in NAME's defaults: it shows that nothing else does. ``corpus.py`` prepares the
 corpus; ``table.py`` draws the files that are there.
 """
 
@@ -37,8 +38,10 @@ MODULES = {
 }
 """Contender -> the package that it is of."""
 AS = "plain-as-"
+EXACT = "plain-exact"
 CONTENDERS = (
     *MODULES,
+    EXACT,
     *(f"{AS}{name}" for name in MODULES if name != "plain"),
     *(f"ours:{layout}" for layout in LAYOUTS),
 )
@@ -46,6 +49,8 @@ CONTENDERS = (
 
 def train(contender: str, task: Task, corpus: Path, seed: int, out: Path) -> Result:
     """Train one contender; ``out`` has the files of others."""
+    if contender == EXACT:
+        return plain.train(task, corpus, seed, exact_norm=True)
     if contender.startswith(AS):
         other = contender.removeprefix(AS)
         record = json.loads(file_of(out, other, seed).read_text())
@@ -77,7 +82,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     begun_s = time.monotonic()
     result = train(options.contender, task, options.corpus, options.seed, options.out)
-    name = "plain" if options.contender.startswith(AS) else options.contender
+    name = "plain" if options.contender.startswith((AS, EXACT)) else options.contender
     package = MODULES.get(name, "meshwright")
     record = {
         "contender": options.contender,

@@ -15,6 +15,7 @@ from typing import Any
 
 TITLES = {
     "plain": "plain torch loop, Hugging Face's Llama",
+    "plain-exact": "plain torch loop with an exact gradient norm",
     "ours:one": "meshwright, 1 rank",
     "ours:dp2-zero3": "meshwright, dp 2, ZeRO-3",
     "ours:pp2-tp2": "meshwright, pp 2 x tp 2, sequence parallel, 1f1b",
@@ -26,10 +27,29 @@ TITLES = {
     "plain-as-core": "plain torch with megatron-core's learning rates",
     "plain-as-titan": "plain torch with torchtitan's learning rates and decay of norms",
 }
+COLORS = {
+    "plain": "black",
+    "trainer": "#e69f00",
+    "core": "#009e73",
+    "titan": "#cc79a7",
+    "ours:one": "#0072b2",
+    "ours:dp2-zero3": "#56b4e9",
+    "ours:pp2-tp2": "#3d5a80",
+    "ours:dp2-pp2-cp2": "#7a9cc6",
+}
+"""Curves of the picture (Okabe and Ito's colours, which colour-blind readers tell apart)."""
 LAST = 50
 """Steps of the final training loss: their mean."""
 SMOOTH = 25
 """Steps of a point of a curve: their mean."""
+COLUMNS = (
+    "trained by",
+    "seeds",
+    f"training loss, last {LAST} steps",
+    "validation loss",
+    "validation, from plain torch",
+    "training curve, from plain torch",
+)
 
 
 def load(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
@@ -83,6 +103,16 @@ def row(
     }
 
 
+def line(row: dict[str, Any]) -> str:
+    """Return a row as a line of Markdown."""
+    gaps = (
+        "" if row[key] is None else f"{row[key]:.1e}"
+        for key in ("validation_difference", "curve_difference")
+    )
+    cells = (row["contender"], len(row["seeds"]), row["training"], row["validation"], *gaps)
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def draw(found: dict[str, dict[int, dict[str, Any]]], file: Path) -> None:
     """Draw the curves of the smallest seed, and below them their differences from plain torch."""
     import matplotlib
@@ -92,28 +122,35 @@ def draw(found: dict[str, dict[int, dict[str, Any]]], file: Path) -> None:
 
     seed = min(found["plain"])
     figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8, 7), sharex=True, height_ratios=[2, 1], layout="constrained"
+        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=[3, 2], layout="constrained"
     )
-    base = found["plain"][seed]
-    at = [SMOOTH * (i + 1) for i in range(len(smooth(base["losses"])))]
-    for name, runs in found.items():
-        if seed not in runs or name.startswith("plain-as"):
-            continue
-        curve = smooth(runs[seed]["losses"])
-        style = "--" if name.startswith("ours") else "-"
-        above.plot(at, curve, style, label=TITLES[name], linewidth=1.4)
-        gaps = [a - b for a, b in zip(curve, smooth(base["losses"]), strict=True)]
-        below.plot(at, gaps, style, linewidth=1.4)
+    base = smooth(found["plain"][seed]["losses"])
+    at = [SMOOTH * (i + 1) for i in range(len(base))]
+    shown = [name for name in COLORS if seed in found.get(name, {})]
+    for name in shown:
+        curve = smooth(found[name][seed]["losses"])
+        style = "--" if name.startswith("ours") else ":" if name == "core" else "-"
+        line = {
+            "color": COLORS[name],
+            "linewidth": 2.4 if name == "core" else 1.6,
+            "linestyle": style,
+        }
+        above.plot(at, curve, label=TITLES[name], **line)
+        if name != "plain":
+            gaps = [a - b for a, b in zip(curve, base, strict=True)]
+            below.plot(at, gaps, **line)
     above.set_ylabel("training loss, nats per token")
     above.set_title(
         f"Llama of 5.0 million parameters, the same batches and first weights, seed {seed}"
     )
-    above.legend(fontsize=8)
+    above.legend(frameon=False)
+    below.axhline(0.0, color=COLORS["plain"], linewidth=1.6)
     below.set_ylabel("minus plain torch")
-    below.set_xlabel("step")
+    below.set_xlabel(f"step (means of {SMOOTH})")
     for axes in (above, below):
-        axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=130)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=120)
 
 
 def main(argv: list[str]) -> int:
@@ -129,12 +166,9 @@ def main(argv: list[str]) -> int:
             f"{options.folder} has no run of plain torch: run.py plain --out {options.folder}"
         )
     rows = [row(name, runs, found["plain"]) for name, runs in found.items()]
-    print(f"| contender | seeds | training loss, last {LAST} steps | validation loss", end="")
-    print(" | from plain torch, same seed: validation | curve |\n|---|---|---|---|---|---|")
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for each in rows:
-        gaps = (f"{each[key]:.1e}" for key in ("validation_difference", "curve_difference"))
-        cells = (each["contender"], len(each["seeds"]), each["training"], each["validation"], *gaps)
-        print("| " + " | ".join(map(str, cells)) + " |")
+        print(line(each))
     if options.picture:
         draw(found, options.picture)
     if options.out:

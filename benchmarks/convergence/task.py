@@ -37,7 +37,7 @@ class Task(NamedTuple):
     sequence_length: int = 256
     micro_batch_size: int = 4
     global_batch: int = 16
-    steps: int = 1000
+    steps: int = 600
     warmup_steps: int = 50
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-4

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ("pretrain", "continue", "chat", "lora", "long-context")
-"""In the order of their pages: the others begin with the weights of the first."""
+RECIPES = ("pretrain", "continue", "chat", "lora", "long-context", "moe")
+"""The next four begin with the weights of the first."""
 
 
 def run(desk: Path, *words: str) -> str:
