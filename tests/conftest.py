@@ -173,7 +173,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Where the seconds went, and the table of `make torture`: a row for each kind of trouble,
+    """Print the seconds of folders and files, and the table of `make torture`: a row for each kind of trouble,
     with what its tests have noted of it.
     """
     for line in durations.table(itertools.chain(*terminalreporter.stats.values())):

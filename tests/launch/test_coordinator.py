@@ -260,7 +260,7 @@ class Growing:
         self.mirror_step()
 
     def grow(self) -> None:
-        """Let node 1 come, and grow onto it."""
+        """Connect node 1, and grow onto it."""
         assert self.setting.join(1, "n1") == []
         self.step()
         self.coordinator._growth.changed_s -= 61

@@ -151,6 +151,7 @@ READERS = {
         "the configuration of a command line, from the process that forked the rank"
     ),
     "tools/meshwright_plan/commands/pages.py": "plot: the paths of the corpus",
+    "launch/meshwright_launch/replicas.py": "the configuration of this very run, for another dp",
     "launch/meshwright_launch/python.py": (
         "make_config: the sections that the caller's own code gives"
     ),

@@ -23,7 +23,7 @@ class Keeps(nn.Module):
 
 
 def build(**options: Any) -> nn.Sequential:
-    """A GPT-2 in which such a layer comes after the first block."""
+    """Build a GPT-2 in which such a layer comes after the first block."""
     model = nn.Sequential()
     plain = gpt2.build(**options)
     for name, layer in plain.named_children():

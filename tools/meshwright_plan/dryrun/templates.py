@@ -58,8 +58,9 @@ class TemplateStorage(NamedTuple):
 
 
 def in_order(storages: Iterable[TemplateStorage]) -> tuple[TemplateStorage, ...]:
-    """Return storages as they were made. Those of one operation are told apart by their number:
-    releases have no order, as some never come.
+    """Return storages in the order in which they were made, those of one operation by number.
+
+    Releases have no order, as some never come.
     """
     return tuple(sorted(storages, key=lambda each: (each.born, each.number)))
 

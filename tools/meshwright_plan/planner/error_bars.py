@@ -24,10 +24,10 @@ MEASURED_ERROR_SHARE = 0.125
 
 
 class RunKind(NamedTuple):
-    """What the error of a prediction depends on."""
+    """Kind of run: properties on which the error of a prediction depends."""
 
     generation: str
-    """Of the device; empty: none of :data:`GENERATIONS`."""
+    """Generation of the device; empty: none of :data:`GENERATIONS`."""
     has_experts: bool
     is_float8: bool
 
