@@ -244,6 +244,21 @@ def test_a_key_of_the_layout_is_held(options: str, folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        ("--parallel={zero=3, tp=2}", "parallel.tp, parallel.zero"),
+        ('--pipeline={recompute_layers=["*"]}', "pipeline.recompute_layers"),
+        ("--batch={micro_batch_size=1, global_batch=2}", "batch.micro_batch_size"),
+    ],
+)
+def test_held_keys_in_a_table_are_refused(table: str, keys: str, folder: Path) -> None:
+    words = ["plan", str(folder / "small.toml"), "--cluster", str(folder / "cores.toml")]
+    found = told(*words, "--nodes", "1", table)
+    assert found.code == 2 and f"command line: {keys} in a table" in found.err, found
+    assert "give each key by itself, such as --parallel.zero=3" in found.err
+
+
 IMPOSSIBLE = {
     "zero nodes": ("--nodes 0", "0 is not a whole number from 1 to 1,048,576", ["--nodes 1"]),
     "nodes in words": (

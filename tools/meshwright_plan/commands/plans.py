@@ -17,7 +17,14 @@ from meshwright.system.atomic import write_out
 from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put, tell
 from meshwright_plan.commands.comparisons import answers, read_wanted
-from meshwright_plan.commands.pins import AXES, HeldKeys, as_options, take_held
+from meshwright_plan.commands.pins import (
+    AXES,
+    FIELDS,
+    RECOMPUTED,
+    HeldKeys,
+    as_options,
+    take_held,
+)
 from meshwright_plan.commands.sweeps import run_sweep
 from meshwright_plan.picture.library import require_matplotlib
 from meshwright_plan.planner.alignment import alignment_warnings
@@ -155,8 +162,8 @@ def check_skew(cache: ModelCache) -> None:
 
 
 def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: int | None) -> None:
-    """Refuse overrides without effect: keys that a search sets, a device that the cluster lacks,
-    a batch given twice.
+    """Refuse overrides without effect: keys that a search sets, keys to hold in a table, a device
+    that the cluster lacks, a batch given twice.
 
     Raises:
         ConfigError: lists all of them.
@@ -170,6 +177,15 @@ def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: in
                 f" this has no effect: leave {'it' if len(searched) == 1 else 'them'} out"
                 " (--global-batch sets the samples of a step; `meshwright dryrun` examines one"
                 " layout)",
+            )
+        )
+    # a key by itself is taken already: only those of a table are left
+    if in_table := sorted(given.keys() & {*FIELDS, RECOMPUTED}):
+        problems.append(
+            ConfigError(
+                "MW-PLANNER-012",
+                f"command line: {', '.join(in_table)} in a table, where a plan does not see what to hold:"
+                " give each key by itself, such as --parallel.zero=3",
             )
         )
     if isinstance(given.get("pipeline.balance"), list):
