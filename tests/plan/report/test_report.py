@@ -4,6 +4,7 @@ or has taken no step at all.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -370,6 +371,27 @@ def test_a_refused_number_of_steps_is_none(steps: int, tmp_path: Path) -> None:
     assert run.steps is None
     live = replace(run, state=ReportedState("running", "since today"))
     assert "of_another_version" in page([live])
+
+
+def test_a_run_without_a_finite_loss_has_taken_steps(tmp_path: Path) -> None:
+    text = page([read_run(make_run(tmp_path / "nan", 5, change=lambda step: {"loss": math.nan}))])
+    assert "No finite loss: there is no curve" in text and "No step was taken" not in text
+    text = page([read_run(make_run(tmp_path / "sound", 5))])
+    assert "No finite loss" not in text and "No step was taken" not in text
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e308])
+def test_seconds_that_are_no_number_leave_the_axes_valid(seconds: float, tmp_path: Path) -> None:
+    """``Infinity`` is no JSON: the script of the page would draw no chart."""
+    times = {1: 0.5, 2: seconds}
+    run = read_run(make_run(tmp_path / "demo", 2, change=lambda step: {"step_s": times[step]}))
+    (found,) = re.findall(r'data-axes="([^"]*)"', page([run]))
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    (axes,) = json.loads(html.unescape(found), parse_constant=refuse)
+    assert axes["step"] == [1, 1, 2]
 
 
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:
