@@ -68,10 +68,9 @@ def test_values_that_the_search_does_not_try_by_itself(pins: Pins) -> None:
 def test_a_held_stage_with_a_held_interleave_is_tried() -> None:
     """The search leaves ZeRO-3 with many stages per rank out by itself: it gathers too often."""
     bench = cache(samples=16, num_layers=8)
-    for pins in (
-        {"zero": 3, "schedule": "interleaved_1f1b", "interleave": 3},
-        {"zero": 3, "interleave": 4},
-    ):
+    with_schedule: Pins = {"zero": 3, "schedule": "interleaved_1f1b", "interleave": 3}
+    with_interleave: Pins = {"zero": 3, "interleave": 4}
+    for pins in (with_schedule, with_interleave):
         held = choices(replace(bench, pins=pins), hardware(), 1)
         assert any(
             each.chunks > 1 and each.num_replicas > 1 for each in held if isinstance(each, Choice)
