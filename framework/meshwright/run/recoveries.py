@@ -57,12 +57,12 @@ def read_recoveries(directory: Path) -> Iterator[LoggedRecovery | str]:
                 return
             try:
                 yield _parse(line)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 yield f"{path}:{number} is damaged, and left out: {error}"
 
 
 def _parse(line: bytes) -> LoggedRecovery:
-    """Return one recovery. Raises ValueError or TypeError for any other text."""
+    """Return one recovery. Raises ValueError, TypeError or OverflowError for any other text."""
     found = parse_json(line)
     if not isinstance(found, dict):
         raise ValueError("it is no table")

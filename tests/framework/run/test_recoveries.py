@@ -46,6 +46,14 @@ def test_a_change_of_the_layout(tmp_path: Path) -> None:
     assert [each.is_planned for each in found] == [False, True]
 
 
+def test_seconds_beyond_a_float_are_damage(tmp_path: Path) -> None:
+    text = '{"stepped_s": 1' + 400 * "0" + "}\n"
+    (tmp_path / "recoveries.jsonl").write_text(text + line(2.5))
+    damaged, sound = read_recoveries(tmp_path)
+    assert isinstance(damaged, str) and "recoveries.jsonl:1 is damaged" in damaged
+    assert isinstance(sound, LoggedRecovery) and sound.seconds == {"stepped": 2.5}
+
+
 def test_hostile_lines(tmp_path: Path) -> None:
     """None raises, and none is read as a recovery that it is not."""
     texts = ["[]", "7", '{"step": true}', '{"nodes": 3, "step": -1}', '{"stepped_s": "x"}', "{", ""]

@@ -223,8 +223,10 @@ def test_pinned_degrees_are_those_of_the_plan(folder: Path) -> None:
     assert shared.code == 0 and "pp 1 x dp 1 x cp 2 x tp 1" in shared.out, shared
     assert told(*words, "--tp", "2", "--no-tp").code == 2
     assert told(*words, "--no-pp", "--no-dp", "--no-tp").code == 2  # 1 of 2 devices
-    assert "with --tp 3: no degrees divide the devices" in (odd := told(*words, "--tp", "3")).err
+    assert "no layout of the search has --tp 3 on 1 x 2 " in (odd := told(*words, "--tp", "3")).err
     assert odd.err.endswith("leave out --tp 3\n")
+    both = told(*words, "--pp", "2", "--dp", "2")
+    assert "no layout of the search has --pp 2 and --dp 2 together on 1 x 2 " in both.err
 
 
 @pytest.mark.parametrize("options", ["--pp 2", "--pipeline.schedule=gpipe", "--parallel.dp=2"])
@@ -242,6 +244,37 @@ def test_a_key_of_the_layout_is_held(options: str, folder: Path) -> None:
         f"--pp {parallel.pp}",
         f"--parallel.dp={parallel.dp}",
     )
+
+
+@pytest.mark.parametrize(
+    ("held", "tried"),
+    [
+        ("", ", even with recompute and the optimizer on the host"),
+        ("--pipeline.recompute=none", ", even with the optimizer on the host"),
+        ("--parallel.offload=false --pipeline.recompute=none", ""),
+    ],
+)
+def test_what_is_held_is_not_said_to_be_tried(held: str, tried: str, folder: Path) -> None:
+    (folder / "none.toml").write_text(as_calibrated(memory_bytes=1000))
+    words = ["plan", str(folder / "small.toml"), "--cluster", str(folder / "none.toml")]
+    found = told(*words, "--nodes", "1", *held.split())
+    assert found.code == 2 and f"{tried}: the closest, " in found.err, found
+    assert ("even with" in found.err) == bool(tried)
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        ("--parallel={zero=3, tp=2}", "parallel.tp, parallel.zero"),
+        ('--pipeline={recompute_layers=["*"]}', "pipeline.recompute_layers"),
+        ("--batch={micro_batch_size=1, global_batch=2}", "batch.micro_batch_size"),
+    ],
+)
+def test_held_keys_in_a_table_are_refused(table: str, keys: str, folder: Path) -> None:
+    words = ["plan", str(folder / "small.toml"), "--cluster", str(folder / "cores.toml")]
+    found = told(*words, "--nodes", "1", table)
+    assert found.code == 2 and f"command line: {keys} in a table" in found.err, found
+    assert "give each key by itself, such as --parallel.zero=3" in found.err
 
 
 IMPOSSIBLE = {

@@ -146,6 +146,15 @@ def test_a_wanted_layout_is_compared_with_the_first(settled: tuple[ModelCache, P
     ]
 
 
+def test_a_wanted_schedule_that_cannot_be_has_its_reason(
+    settled: tuple[ModelCache, Plan],
+) -> None:
+    """The error of a schedule is an answer: the plan itself is found already."""
+    said, reason = why_not(*settled, {"schedule": "1f1b", "interleave": 2})
+    assert said == "no layout with schedule=1f1b interleave=2 works"
+    assert "interleave" in reason or "stage" in reason
+
+
 def test_the_users_own_layout_has_its_place(settled: tuple[ModelCache, Plan]) -> None:
     bench, plan = settled
     (line,) = own_layout(bench, plan, plan.best[1].config)

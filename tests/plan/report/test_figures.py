@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.mesh.grid import Grid
+from meshwright.run.directory import PEAKS
 from meshwright_plan.report.figures import Cell, compared_figures, key_figures, layout_of
 from meshwright_plan.report.notices import notices
 from meshwright_plan.report.page import TEMPLATE, short_value
@@ -88,6 +89,30 @@ def test_the_best_of_each_row_is_marked(tmp_path: Path) -> None:
     assert [cell.text for cell in rows["training loss"]] == ["3.5000", "3.2500", "nan"]
     assert rows["best validation loss"][2] == Cell("4.5000", "+0.5000, at step 1", False)
     assert [cell.text for cell in rows["step"]] == ["40 of 100", "20 of 100", "40 of 100"]
+
+
+def test_the_memory_of_one_rank_is_not_compared_with_that_of_all(tmp_path: Path) -> None:
+    """Unless the run has that rank alone."""
+
+    def best(others: int, devices: int) -> list[bool]:
+        folder = tmp_path / f"{others} {devices}"
+        low = {"memory_bytes": 2**20, "num_devices": devices}
+        runs = [make_run(folder / "all", 5, traced=False)]
+        runs += [
+            make_run(folder / f"{i}", 5, change=lambda step: low, traced=False)
+            for i in range(others)
+        ]
+        for run in runs[1:]:
+            (run / PEAKS).unlink()
+        found = dict(compared_figures([read_run(run) for run in runs]))["peak memory"]
+        assert found[1].text == "1 MiB"
+        return [cell.is_best for cell in found]
+
+    assert best(1, 8) == [False, False]
+    assert best(2, 8) == [False, False, False]
+    assert best(1, 1) == [False, True]
+    alone = strip(tmp_path / "1 8" / "0")
+    assert alone["peak memory"] == ("1 MiB", "rank 0"), "it is shown"
 
 
 def test_runs_of_different_length_are_compared_at_their_last_common_step(tmp_path: Path) -> None:

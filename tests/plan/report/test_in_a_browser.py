@@ -370,6 +370,22 @@ def test_a_spike_has_a_logarithmic_scale_and_a_lone_step_is_a_dot(
     assert set(lowest) == {0}
 
 
+@pytest.mark.parametrize("steps", [(9 * 10**18,), (9 * 10**18, 9 * 10**18 + 1024), (1,)])
+def test_a_huge_step_is_drawn_and_zooms_end(
+    steps: tuple[int, ...], browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", len(steps))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    moved = [line | {"step": step} for line, step in zip(lines, steps, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in moved))
+    (tmp_path / "page.html").write_text(page([read_run(run)]))
+    browser.opened(tmp_path / "page.html", DESK)
+    browser.value("for (let i = 0; i < 100; i++) tools.querySelector('.later').onclick()")
+    low, high = browser.value("[charts[0].view.x0, charts[0].view.x1]")
+    assert high - low > 1e-9 * high
+    assert browser.value("charts.every(each => each.xs.children.length <= 50)")
+
+
 LINES = "[...charts[0].svg.querySelectorAll('.line')].map(e => getComputedStyle(e).stroke)"
 
 

@@ -4,6 +4,7 @@ or has taken no step at all.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from meshwright_plan.report.curves import (
 from meshwright_plan.report.figures import key_figures, layout_of
 from meshwright_plan.report.notices import notices
 from meshwright_plan.report.page import MAX_ROWS, differences, memory_of, page
-from meshwright_plan.report.run import clock, read_run
+from meshwright_plan.report.run import ReportedState, clock, read_run
 from tests.plan.report.builders import (
     make_checkpoint,
     make_mixture_run,
@@ -338,6 +340,58 @@ def test_what_cannot_be_read_is_a_remark(tmp_path: Path) -> None:
         assert each in said, each
     text = page([run])
     assert "of_another_version" in text and "rank 1 waits for rank 0" in text
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step": 2**63},
+        {"samples_seen": 10**400},
+        {"files": {"a": {"size": 10**400}}},
+        {"tensors": {"weights/a": {"shape": [2**40] * 1000}}},
+    ],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_a_checkpoint_of_huge_counts_is_damaged(damage: dict[str, Any], tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "demo", 5, traced=False, saved=(5,))
+    manifest = directory / "checkpoints/step-00000005/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | damage))
+    run = read_run(directory)
+    assert run.checkpoints == () and "manifest.json is damaged (ValueError)" in run.remarks[0]
+    assert "No checkpoint yet" in page([run])
+
+
+@pytest.mark.parametrize("steps", [10**400, 2**63, 0, -3, True], ids=["huge", "2^63", 0, -3, True])
+def test_a_refused_number_of_steps_is_none(steps: int, tmp_path: Path) -> None:
+    directory = make_run(tmp_path / "demo", 5, traced=False)
+    tree = json.loads((directory / "resolved.json").read_text())
+    tree["train"]["steps"] = steps
+    (directory / "resolved.json").write_text(json.dumps(tree | {"of_another_version": {}}))
+    run = read_run(directory)
+    assert run.steps is None
+    live = replace(run, state=ReportedState("running", "since today"))
+    assert "of_another_version" in page([live])
+
+
+def test_a_run_without_a_finite_loss_has_taken_steps(tmp_path: Path) -> None:
+    text = page([read_run(make_run(tmp_path / "nan", 5, change=lambda step: {"loss": math.nan}))])
+    assert "No finite loss: there is no curve" in text and "No step was taken" not in text
+    text = page([read_run(make_run(tmp_path / "sound", 5))])
+    assert "No finite loss" not in text and "No step was taken" not in text
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e308])
+def test_seconds_that_are_no_number_leave_the_axes_valid(seconds: float, tmp_path: Path) -> None:
+    """``Infinity`` is no JSON: the script of the page would draw no chart."""
+    times = {1: 0.5, 2: seconds}
+    run = read_run(make_run(tmp_path / "demo", 2, change=lambda step: {"step_s": times[step]}))
+    (found,) = re.findall(r'data-axes="([^"]*)"', page([run]))
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    (axes,) = json.loads(html.unescape(found), parse_constant=refuse)
+    assert axes["step"] == [1, 1, 2]
 
 
 def test_several_runs_are_told_apart(tmp_path: Path) -> None:

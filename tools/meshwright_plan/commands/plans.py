@@ -17,10 +17,19 @@ from meshwright.system.atomic import write_out
 from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put, tell
 from meshwright_plan.commands.comparisons import answers, read_wanted
-from meshwright_plan.commands.pins import AXES, HeldKeys, as_options, take_held
+from meshwright_plan.commands.pins import (
+    AXES,
+    FIELDS,
+    RECOMPUTED,
+    HeldKeys,
+    as_options,
+    take_held,
+)
 from meshwright_plan.commands.sweeps import run_sweep
 from meshwright_plan.picture.library import require_matplotlib
 from meshwright_plan.planner.alignment import alignment_warnings
+from meshwright_plan.planner.choice import Choice
+from meshwright_plan.planner.choices import choices
 from meshwright_plan.planner.hardware import Hardware, read_hardware
 from meshwright_plan.planner.kernels import ExecutionOptions
 from meshwright_plan.planner.model_cache import ModelCache
@@ -155,8 +164,8 @@ def check_skew(cache: ModelCache) -> None:
 
 
 def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: int | None) -> None:
-    """Refuse overrides without effect: keys that a search sets, a device that the cluster lacks,
-    a batch given twice.
+    """Refuse overrides without effect: keys that a search sets, keys to hold in a table, a device
+    that the cluster lacks, a batch given twice.
 
     Raises:
         ConfigError: lists all of them.
@@ -170,6 +179,15 @@ def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: in
                 f" this has no effect: leave {'it' if len(searched) == 1 else 'them'} out"
                 " (--global-batch sets the samples of a step; `meshwright dryrun` examines one"
                 " layout)",
+            )
+        )
+    # a key by itself is taken already: only those of a table are left
+    if in_table := sorted(given.keys() & {*FIELDS, RECOMPUTED}):
+        problems.append(
+            ConfigError(
+                "MW-PLANNER-012",
+                f"command line: {', '.join(in_table)} in a table, where a plan does not see what to"
+                " hold: give each key by itself, such as --parallel.zero=3",
             )
         )
     if isinstance(given.get("pipeline.balance"), list):
@@ -328,27 +346,50 @@ def _nothing_fits(
     """Return the text of the error: the layout closest to fitting,
     and options with which some layout fits. ``options``: what the user holds.
     """
-    where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
+    box = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     held = " and ".join(options)
-    where += f" with {held}" if held else ""
-    if found.closest is None:
+    where = f"{box} with {held}" if held else box
+    if found.closest is not None:
+        needed, choice = found.closest
+        problem = (
+            f"no layout fits {where}{_savings_tried(cache)}: the closest, {choice}, needs at least"
+            f" {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))} may be"
+            " used"
+        )
+    elif held and not found.num_choices and _is_free_to_choose(cache, hardware, nodes):
+        together = " together" if len(options) > 1 else ""
+        problem = f"no layout of the search has {held}{together} on {box}{_only_rule(cache, found)}"
+    else:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
         samples = f"{cache.config.batch.global_batch:,} samples a step"
         problem = f"no layout of {samples} keeps the rules on {where}: {broken}"
-    else:
-        needed, choice = found.closest
-        on_host = (
-            ""
-            if cache.config.optimizer.spec.needs_full_weights
-            else " and the optimizer on the host"
-        )
-        problem = (
-            f"no layout fits {where}, even with recompute{on_host}: the closest, {choice}, needs at"
-            f" least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))}"
-            " may be used"
-        )
     if works := nearest(cache, hardware, nodes, found):
         return f"{problem}\nwhat works: {', or '.join(works)}"
     if held:
         return f"{problem}\nleave out {held}"
     return problem if found.closest is None else f"{problem}\ntake a smaller model"
+
+
+def _savings_tried(cache: ModelCache) -> str:
+    """Return the words on what the search has varied to save memory: what is held is not tried."""
+    tried = [] if "recompute" in cache.pins else ["recompute"]
+    if "offload" not in cache.pins and not cache.config.optimizer.spec.needs_full_weights:
+        tried.append("the optimizer on the host")
+    return f", even with {' and '.join(tried)}" if tried else ""
+
+
+def _is_free_to_choose(cache: ModelCache, hardware: Hardware, nodes: int) -> bool:
+    """Return True if some layout keeps the rules without what the user holds."""
+    of_model = {name: cache.pins[name] for name in ("samples_together",) if name in cache.pins}
+    free = choices(cache.replaced(pins=of_model), hardware, nodes)
+    return any(isinstance(each, Choice) for each in free)
+
+
+def _only_rule(cache: ModelCache, found: Plan) -> str:
+    """Return the rule that all layouts with the held values break; of several, none is the reason.
+
+    The search meets degrees of tp across nodes on its way, whatever else is held.
+    """
+    is_on_the_way = "tp across nodes" if "tp" not in cache.pins else "-"
+    rules = {each.rule for each in found.rejected if not each.rule.startswith(is_on_the_way)}
+    return f": {rules.pop()}" if len(rules) == 1 else ""

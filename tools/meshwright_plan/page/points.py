@@ -62,12 +62,9 @@ def columns(points: Sequence[Point]) -> dict[str, Any]:
 def column(values: Sequence[float]) -> Column:
     """Encode numbers for the script of a page."""
     spacing = values[1] - values[0] if len(values) > 1 else 1.0
-    if all(later - earlier == spacing for earlier, later in pairwise(values)):
-        return (
-            [*values[:1], spacing, len(values)]
-            if values and math.isfinite(values[0])
-            else _packed(values)
-        )
+    is_finite = bool(values) and math.isfinite(values[0]) and math.isfinite(spacing)
+    if is_finite and all(later - earlier == spacing for earlier, later in pairwise(values)):
+        return [values[0], spacing, len(values)]
     return _packed(values)
 
 

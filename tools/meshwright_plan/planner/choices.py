@@ -265,6 +265,9 @@ def _of_degrees(
     pp, dp, cp = (layout.keywords[axis] for axis in ("pp", "dp", "cp"))
     replicas, num_layers, recomputes = dp * cp, len(cache.names), _recomputes(cache)
     schedules = _schedules(cache)
+    wants_gathers = "zero" in cache.pins and not cache.pins.keys().isdisjoint(
+        ("schedule", "interleave")
+    )
     together = int(cache.pins.get("samples_together", 0))
     if together % dp:
         rule = f"dp does not divide the {together} samples whose statistics nn.SyncBatchNorm takes"
@@ -284,7 +287,7 @@ def _of_degrees(
                 yield Rejection(rule, f"pp {pp}, {schedule}", 1)
                 continue
             for zero in _zero_stages(cache.pins) if replicas > 1 else (0,):
-                if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
+                if zero == 3 and pp > 1 and chunks > 1 and interleave > 2 and not wants_gathers:
                     continue  # each micro-batch would gather the weights of each stage
                 factors = _shard_factors(cache.pins, zero, replicas, in_node)
                 gathers = _gathers(cache.pins, zero)

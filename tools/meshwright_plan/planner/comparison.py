@@ -63,9 +63,11 @@ def why_not(cache: ModelCache, plan: Plan, wanted: Pins) -> list[str]:
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in wanted.items()
     )
-    found = search_with_offload(
-        cache.replaced(pins={**cache.pins, **wanted}), plan.hardware, plan.nodes, 1
-    )
+    held = cache.replaced(pins={**cache.pins, **wanted})
+    try:
+        found = search_with_offload(held, plan.hardware, plan.nodes, 1)
+    except UserError as error:  # such as a schedule of another number of stages
+        return [f"no layout with {asked} works", f"  {error.message.splitlines()[0]}"]
     if found.best:
         other = found.best[0]
         said = f"the best with {asked}: {other.choice}: {verdict(plan.best[0], other)}"

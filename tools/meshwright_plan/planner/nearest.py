@@ -77,10 +77,20 @@ class _Request(NamedTuple):
     def replica_sizes(self) -> set[int]:
         """Return the numbers of ranks, pp x cp x tp,
         that one replica of this model may have on such nodes.
+
+        Held are its degrees alone: one node with one sample a device has no place for a held batch,
+        nor for all stages.
         """
-        offered = choices(self.with_samples(self.hardware.devices_per_node).cache, self.hardware, 1)
+        pins = self.cache.pins
+        probe = self.with_samples(self.hardware.devices_per_node).cache.replaced(
+            pins={axis: pins[axis] for axis in ("cp", "tp", "ep") if axis in pins}
+        )
+        offered = choices(probe, self.hardware, 1)
         ranks = {each.cp * each.tp for each in offered if isinstance(each, Choice)}
-        return {number * pp for number in ranks for pp in range(1, len(self.cache.names) + 1)}
+        num_stages = range(1, len(self.cache.names) + 1)
+        return {
+            in_stage * pp for in_stage in ranks for pp in num_stages if pins.get("pp", pp) == pp
+        }
 
 
 def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> list[str]:

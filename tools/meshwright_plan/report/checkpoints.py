@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from meshwright.system.bounded import (
     read_bytes,
 )
 from meshwright.terminal.format import format_gib
+from meshwright.tracking.record import MAX_COUNT
 
 MAX_SAVED_AT_S = 2**37
 """Upper limit of the time of saving, as in checkpoint/manifest.py;
@@ -58,14 +58,14 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
             ]
             parallel = tree["config"]["parallel"]
             saved = CheckpointInfo(
-                int(tree["step"]),
-                int(tree["samples_seen"]),
+                _count(tree["step"]),
+                _count(tree["samples_seen"]),
                 " ".join(
                     f"{axis}{parallel[axis]}"
                     for axis in ("pp", "dp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
                 ),
-                sum(int(file["size"]) for file in tree["files"].values()),
-                sum(math.prod(shape) for shape in shapes),
+                _count(sum(_count(file["size"]) for file in tree["files"].values())),
+                _count(sum(map(_num_elements, shapes))),
                 _saved_at_s(tree, manifest),
             )
         except FileNotFoundError:
@@ -81,6 +81,21 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
             if missing:
                 remarks.append(f"{path} lacks {', '.join(missing[:3])}: it is damaged")
     return tuple(sorted(found))
+
+
+def _count(value: object) -> int:
+    """Return a count of a manifest; a larger one than any run has is damage."""
+    if type(value) is not int or not 0 <= value < MAX_COUNT:
+        raise ValueError("no count")
+    return value
+
+
+def _num_elements(shape: list[object]) -> int:
+    """Return the product of a shape, checked at each factor: a long list has a huge product."""
+    product = 1
+    for size in shape:
+        product = _count(product * _count(size))
+    return product
 
 
 def _saved_at_s(tree: dict[str, Any], manifest: Path) -> float:

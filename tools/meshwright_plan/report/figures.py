@@ -50,7 +50,7 @@ def key_figures(run: RunContents) -> Iterator[Figure]:
     yield found["training loss"]
     yield from _validation(run)
     for name in ("throughput", "MFU", "peak memory", "pipeline bubble"):
-        if found[name].value is not None:
+        if found[name].text != "–":
             yield found[name]
     yield found["tokens"]._replace(note=f"in {found['training time'].text} of steps")
 
@@ -237,7 +237,9 @@ def _memory(run: RunContents) -> Figure:
     )
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     note = f"rank {rank}, the highest" if len(peaks) > 1 else f"rank {rank}"
-    return Figure("peak memory", format_gib(peaks[rank]), note, peaks[rank])
+    is_of_all = run.peaks is not None or run.present[-1].num_devices == 1
+    value = peaks[rank] if is_of_all else None  # rank 0 alone is no maximum to compare
+    return Figure("peak memory", format_gib(peaks[rank]), note, value)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -80,7 +80,7 @@ def page(runs: Sequence[RunContents]) -> str:
         TEMPLATE,
         title=f"meshwright: {listed}",
         at=clock(time.time()),
-        axes=json.dumps([axes_of(run) for run in runs]),
+        axes=json.dumps([axes_of(run) for run in runs], allow_nan=False),
         runs=[
             view(run, name, index)
             for index, (run, name) in enumerate(zip(runs, names, strict=True))
@@ -118,6 +118,7 @@ def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
         "layout": layout_of(run),
         "model": model_of(run),
         "done": done_share(run),
+        "has_steps": bool(run.records),
         "facts": list(key_figures(run)),
         "notices": [each._replace(rows=shortened(each.rows)) for each in notices(run)],
         "charts": charts_of(run, index),

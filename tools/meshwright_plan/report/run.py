@@ -169,7 +169,7 @@ class RunContents:
     def steps(self) -> int | None:
         """Configured number of training steps."""
         found = self.config.get("train", {}).get("steps")
-        return found if isinstance(found, int) else None
+        return found if type(found) is int and 0 < found < MAX_COUNT else None
 
 
 def read_run(place: Path) -> RunContents:
