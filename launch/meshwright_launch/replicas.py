@@ -119,9 +119,8 @@ class ReplicaCounts:
             except UserError as error:
                 first_line = error.message.splitlines()[0].removeprefix("command line: ")
                 self._checked[dp] = first_line.partition(";")[0]
-            except (
-                Exception
-            ) as error:  # of the user's builder: no reason to end a run that can go on
+            except Exception as error:
+                # of the user's builder: no reason to end a run that can go on
                 first_line = (str(error).splitlines() or [""])[0]
                 self._checked[dp] = f"{type(error).__name__}: {first_line}"
         return self._checked[dp]

@@ -31,8 +31,8 @@ def prune(
     checkpoint is deleted, damaged or not. Before any deletion the newest checkpoint is read back
     and its hashes are verified. If that fails, nothing is deleted and a warning is issued. In an
     object store the sizes alone are compared: reading back would cost as much as a resume. So a
-    step after ``published``, which a resume has skipped as
-    damaged, may look whole there: it is none of those to keep, and stays.
+    step after ``published``, which a resume has skipped as damaged, may look whole there: it is
+    none of those to keep, and stays.
 
     Args:
         run_directory: Directory of the run.

@@ -7,10 +7,11 @@ import pytest
 from meshwright_plan.planner.error_bars import (
     ERRORS,
     MEASURED_ERROR_SHARE,
+    KindError,
     RunKind,
     error_bar,
     generation_of,
-    nearest_errors,
+    nearest_error,
 )
 from meshwright_plan.planner.hardware import known, read_hardware
 
@@ -23,19 +24,18 @@ def test_every_cluster_file_has_a_generation() -> None:
 
 
 @pytest.mark.parametrize("each", ERRORS, ids=lambda each: str(each.kind))
-def test_a_kind_with_published_runs_has_their_error(each: object) -> None:
-    (only,) = (one for one in ERRORS if one is each)
-    assert list(nearest_errors(only.kind)) == [only]
+def test_a_kind_with_published_runs_has_their_error(each: KindError) -> None:
+    assert nearest_error(each.kind) is each
 
 
 def test_an_unknown_device_has_the_worst_error_of_the_known_ones() -> None:
-    (worst,) = nearest_errors(RunKind("", has_experts=True, is_float8=False))
+    worst = nearest_error(RunKind("", has_experts=True, is_float8=False))
     of_experts = [each.share for each in ERRORS if each.kind[1:] == (True, False)]
     assert worst.share == max(of_experts) and len(of_experts) > 1
 
 
 def test_another_precision_comes_before_another_device() -> None:
-    (nearest,) = nearest_errors(RunKind("Ampere", has_experts=False, is_float8=True))
+    nearest = nearest_error(RunKind("Ampere", has_experts=False, is_float8=True))
     assert nearest.kind == RunKind("Ampere", has_experts=False, is_float8=False)
 
 

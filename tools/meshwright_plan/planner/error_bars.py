@@ -7,7 +7,6 @@ constants that were fitted on other sources (docs/planner-accuracy.md).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright_plan.planner.hardware import Hardware
@@ -86,27 +85,20 @@ def error_bar(hardware: Hardware, *, has_experts: bool, is_float8: bool) -> Erro
         text = "mean error of 16 layouts on CPUs after `calibrate`"
         return ErrorBar(MEASURED_ERROR_SHARE, text)
     kind = RunKind(generation_of(hardware.name), has_experts, is_float8)
-    nearest = nearest_errors(kind)
-    num_runs = sum(each.num_runs for each in nearest)
-    share = sum(each.share * each.num_runs for each in nearest) / num_runs
-    like = " and ".join(f"({each.kind})" for each in nearest)
-    exact = nearest[0].kind == kind
-    text = f"mean error of {num_runs} published runs {'of this kind' if exact else 'most like it'} {like}"
-    return ErrorBar(share, text)
+    nearest = nearest_error(kind)
+    like = "of this kind" if nearest.kind == kind else "most like it"
+    text = f"mean error of {nearest.num_runs} published runs {like} ({nearest.kind})"
+    return ErrorBar(nearest.share, text)
 
 
-def nearest_errors(kind: RunKind) -> Sequence[KindError]:
-    """Return the errors of a kind; of an unknown one those that differ least: in precision, then in
-    the device, of which the worst counts.
+def nearest_error(kind: RunKind) -> KindError:
+    """Return the error of a kind; of an unknown one that of the kind that differs least: in precision,
+    then in the device, of which the worst counts.
     """
-    exact = [each for each in ERRORS if each.kind == kind]
-    other_precision = [
-        each
-        for each in ERRORS
-        if each.kind[:2] == kind[:2] and each.kind.is_float8 != kind.is_float8
-    ]
+    of_device = [each for each in ERRORS if each.kind[:2] == kind[:2]]
+    for each in of_device:
+        if each.kind == kind:
+            return each
     other_devices = [each for each in ERRORS if each.kind[1:] == kind[1:]]
     of_models = [each for each in ERRORS if each.kind.has_experts == kind.has_experts]
-    if exact or other_precision:
-        return exact or other_precision
-    return [max(other_devices or of_models, key=lambda each: each.share)]
+    return max(of_device or other_devices or of_models, key=lambda each: each.share)
